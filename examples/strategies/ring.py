@@ -22,7 +22,6 @@ from trainer.cluster.mpi import import_mpi
 from trainer.cluster.world import World
 from trainer.errors import TrainerError
 from trainer.tuning import tune
-from trainer.watch.failure import at_exit
 
 SEGMENT_BYTES = 1024 * 1024
 """Chunks are sent in segments of this size, so that one is added up while the next arrives."""
@@ -132,22 +131,17 @@ class RingStrategy(SummingStrategy):
         self.tuning = tune(world)
         mpi = import_mpi(world, for_what="strategy 'ring'")
         self.may_overlap = mpi.Query_thread() == mpi.THREAD_MULTIPLE
-        self._values, self._gradients = Ring(mpi.COMM_WORLD.Dup()), Ring(mpi.COMM_WORLD.Dup())
-        at_exit(self.close)  # before MPI's own end
+        self._ring = Ring(mpi.COMM_WORLD.Dup())
         self.description = f"ring all-reduce over MPI, {world}"
 
     def sum_gradients(self, flat: Tensor) -> None:
-        self._gradients.all_reduce(flat)
-
-    def sum_values(self, flat: Tensor) -> None:
-        self._values.all_reduce(flat)
+        self._ring.all_reduce(flat)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of gradients that this rank has sent since the strategy was made."""
-        return self._gradients.bytes_sent
+        return self._ring.bytes_sent
 
     def close(self) -> None:
         super().close()
-        self._values.leave()
-        self._gradients.leave()
+        self._ring.leave()

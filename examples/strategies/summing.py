@@ -1,12 +1,10 @@
-"""Base of strategies that implement the sum of one flat tensor on the CPU, from which everything else follows."""
+"""Base of strategies that sum a bucket of gradients on the CPU, in a thread beside the backward pass."""
 
 from __future__ import annotations
 
-import pickle
 from abc import abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +37,6 @@ class SummingStrategy(Strategy):
             flat: one-dimensional, contiguous, on the CPU; the same length and type on every rank.
         """
 
-    @abstractmethod
-    def sum_values(self, flat: Tensor) -> None:
-        """Sum any other tensor over all ranks, in place; likewise flat, contiguous and on the CPU."""
-
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         synchronizer = super().prepare(model, parameters, config)
         # A single bucket is full when the backward pass ends, so there is nothing to overlap with.
@@ -69,34 +63,8 @@ class SummingStrategy(Strategy):
 
         return wait
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        flat = tensor.detach().contiguous().view(-1).cpu()
-        self.sum_values(flat)
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.copy_(flat.view(tensor.shape))
-        return tensor
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        parts = self.gather_bytes(pickle.dumps(value) if self.world.rank == root else b"")
-        return pickle.loads(parts[root])  # noqa: S301 (inside the job only)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [pickle.loads(part) for part in self.gather_bytes(pickle.dumps(value))]  # noqa: S301 (as above)
-
-    def gather_bytes(self, part: bytes) -> list[bytes]:
-        """Return every rank's bytes, by a sum in which each rank has zeros in the others' places."""
-        rank, size = self.world.rank, self.world.size
-        lengths = torch.zeros(size, dtype=torch.int64)
-        lengths[rank] = len(part)
-        self.sum_values(lengths)
-        table = torch.zeros(int(lengths.sum()), dtype=torch.uint8)
-        parts = table.split(lengths.tolist())
-        if part:
-            parts[rank].copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8))
-        self.sum_values(table)
-        return [part.numpy().tobytes() for part in parts]
-
     def close(self) -> None:
         if self._background is not None:
             self._background.shutdown()
             self._background = None
+        super().close()

@@ -1,14 +1,10 @@
-"""How Horovod broadcasts many tensors, run on every rank of one job; see `jobs`."""
+"""Broadcasts and gathers of any types and sizes, run on every rank of one job; see `jobs`."""
 
 from __future__ import annotations
 
-from unittest import mock
-
-import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from trainer.strategies import horovod
 from trainer.strategies.base import Strategy
 
 
@@ -34,28 +30,6 @@ def check_every_tensor_becomes_rank_0s(strategy: Strategy) -> None:
     for found, expected in zip(own, tensors_of(0, device), strict=True):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
-
-
-def check_all_are_submitted_before_the_first_is_waited_for(strategy: Strategy) -> None:
-    calls = mock.Mock()
-    calls.submit.side_effect, calls.wait.side_effect = hvd.broadcast_async_, hvd.synchronize
-    with mock.patch.object(hvd, "broadcast_async_", calls.submit), mock.patch.object(hvd, "synchronize", calls.wait):
-        strategy.broadcast_tensors(
-            torch.full((5,), float(strategy.world.rank), device=strategy.world.device) for _ in range(3)
-        )
-    assert [name for name, _, _ in calls.mock_calls] == ["submit"] * 3 + ["wait"] * 3
-
-
-def check_what_is_larger_than_a_message_comes_in_pieces(strategy: Strategy) -> None:
-    rank, size = strategy.world.rank, strategy.world.size
-    with mock.patch.object(horovod, "_PIECE_BYTES", 64):
-        check_every_tensor_becomes_rank_0s(strategy)
-        long = torch.arange(1000.0, device=strategy.world.device) + rank
-        strategy.broadcast_tensors([long])
-        assert torch.equal(long.cpu(), torch.arange(1000.0))
-        for root in range(size):
-            assert strategy.broadcast_object("x" * 999 + str(rank), root=root) == "x" * 999 + str(root)
-        assert strategy.all_gather_object("x" * 999 + str(rank)) == ["x" * 999 + str(one) for one in range(size)]
 
 
 def check_values_of_any_size_are_gathered(strategy: Strategy) -> None:

@@ -23,14 +23,14 @@ def check_sums_are_right_and_the_same_everywhere(strategy: RingStrategy) -> None
         for length in LENGTHS:
             pattern = torch.arange(length) % 11
             flat = (pattern + rank).to(dtype)
-            strategy.sum_values(flat)
+            strategy.sum_gradients(flat)
             assert torch.equal(flat, (pattern * size + sum(range(size))).to(dtype)), (dtype, length)
 
 
 def check_inexact_sums_have_the_same_bits_everywhere(strategy: RingStrategy) -> None:
     torch.manual_seed(strategy.world.rank)
     flat = torch.randn(10007)
-    strategy.sum_values(flat)
+    strategy.sum_gradients(flat)
     assert len(set(strategy.all_gather_object(flat.numpy().tobytes()))) == 1
 
 

@@ -31,7 +31,7 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def ranks(server: ServerProcess) -> Iterator[list[Stream]]:
     worlds = [World(rank=rank, size=2, local_rank=rank, local_size=2, host="h") for rank in range(2)]
-    streams = [Stream(server.endpoint, "gradients", TOKEN, world) for world in worlds]
+    streams = [Stream(server.endpoint, TOKEN, world) for world in worlds]
     yield streams
     for stream in streams:
         stream.close()
@@ -45,14 +45,14 @@ def exchange(ranks: list[Stream]) -> bool:
 
 
 def intrude(server: ServerProcess, number: int) -> grpc.StatusCode:
-    facts = (number % 2, "gradients", "h")
+    facts = (number % 2, "h")
     proofs = (
         b"",
         TOKEN[:-1].encode(),
         prove("a guess", "parameter server", server.endpoint, *facts),
         prove(TOKEN, "parameter server", "another:1", *facts),
     )
-    metadata = (("proof-bin", proofs[number % 4]), ("rank", str(facts[0])), ("channel", facts[1]), ("host", "h"))
+    metadata = (("proof-bin", proofs[number % 4]), ("rank", str(facts[0])), ("host", "h"))
     with grpc.insecure_channel(server.endpoint, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         answers = channel.stream_stream(METHOD)(iter([encode("float64", bytes(8))] * 3), metadata=metadata)
         with pytest.raises(grpc.RpcError):
@@ -71,8 +71,8 @@ def test_strangers_are_refused_in_a_burst(server: ServerProcess, ranks: list[Str
 
 def test_a_recorded_proof_opens_no_second_stream(server: ServerProcess, ranks: list[Stream]) -> None:
     assert exchange(ranks)
-    proof = prove(TOKEN, "parameter server", server.endpoint, 1, "gradients", "h")
-    metadata = (("proof-bin", proof), ("rank", "1"), ("channel", "gradients"), ("host", "h"))
+    proof = prove(TOKEN, "parameter server", server.endpoint, 1, "h")
+    metadata = (("proof-bin", proof), ("rank", "1"), ("host", "h"))
     with grpc.insecure_channel(server.endpoint) as channel:
         answers = channel.stream_stream(METHOD)(iter(()), metadata=metadata)
         with pytest.raises(grpc.RpcError):

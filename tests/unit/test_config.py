@@ -14,7 +14,8 @@ from trainer.cluster.environment import Launch, launches, read_launch, set_defau
 from trainer.config import FsdpConfig, TrainerConfig
 from trainer.errors import ConfigError
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+RANKS = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN = {**RANKS, "TORCHELASTIC_RUN_ID": "none"}
 HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -154,8 +155,12 @@ def test_as_dict_builds_the_same_configuration_again() -> None:
         ("torchrun", {**MPIRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "4"}),
         ("torchrun", {**SRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "1"}),
         ("torchrun", {**MPIRUN, **TORCHRUN, "OMPI_COMM_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}),
+        # A script, or trainer.init, hands the launcher's rank on in torchrun's variables.
+        *(
+            (launcher, {**given, **RANKS})
+            for launcher, given in (("mpirun", MPIRUN), ("horovodrun", HOROVODRUN), ("srun", SRUN))
+        ),
         # Scripts hand one launcher's rank on in another one's variables.
-        ("torchrun", {**MPIRUN, **TORCHRUN}),
         ("horovodrun", {**MPIRUN, **HOROVODRUN}),
     ],
 )

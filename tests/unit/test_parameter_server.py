@@ -45,9 +45,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def link(server: ServerProcess, rank: int, token: str = TOKEN) -> Stream:
-    return Stream(
-        server.endpoint, "gradients", token, World(rank=rank, size=2, local_rank=rank, local_size=2, host=f"h{rank}")
-    )
+    return Stream(server.endpoint, token, World(rank=rank, size=2, local_rank=rank, local_size=2, host=f"h{rank}"))
 
 
 def push(stream: Stream, *values: float) -> None:
@@ -97,7 +95,7 @@ def test_chunks_are_distributed_to_several_servers(server: ServerProcess, monkey
     monkeypatch.setattr("examples.strategies.parameter_server.strategy.CHUNK_BYTES", 16)
     second = ServerProcess("127.0.0.1", TOKEN, 1, TIMEOUT_S)
     first = ServerProcess("127.0.0.1", TOKEN, 1, TIMEOUT_S)
-    links = [Stream(process.endpoint, "gradients", TOKEN, World()) for process in (first, second)]
+    links = [Stream(process.endpoint, TOKEN, World()) for process in (first, second)]
     flat = torch.arange(11, dtype=torch.float32)
     _sum(links, flat)
     assert flat.tolist() == list(range(11))
@@ -108,15 +106,13 @@ def test_chunks_are_distributed_to_several_servers(server: ServerProcess, monkey
     second.close()
 
 
-@pytest.mark.parametrize(
-    "facts", [(), ("address", 1, "gradients", "h"), ("address", 0, "values", "h"), ("another:1", 0, "gradients", "h")]
-)
+@pytest.mark.parametrize("facts", [(), ("address", 1, "h"), ("address", 0, "i"), ("another:1", 0, "h")])
 def test_the_token_itself_and_a_proof_for_another_stream_are_refused(
     server: ServerProcess, facts: tuple[object, ...]
 ) -> None:
     told = (server.endpoint if fact == "address" else fact for fact in facts)
     sent = prove(TOKEN, "parameter server", *told) if facts else TOKEN.encode()
-    metadata = (("proof-bin", sent), ("rank", "0"), ("channel", "gradients"), ("host", "h"))
+    metadata = (("proof-bin", sent), ("rank", "0"), ("host", "h"))
     with grpc.insecure_channel(server.endpoint) as channel, pytest.raises(grpc.RpcError) as refused:
         next(channel.stream_stream(METHOD)(iter(()), metadata=metadata))
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from trainer import World
 from trainer.cluster import rendezvous as module
+from trainer.cluster.process_group import join_group
 from trainer.cluster.rendezvous import Rendezvous, _open_file, _share_memory, init_process_group
-from trainer.strategies.ddp import DDPStrategy
 
 DESCRIPTORS = Path("/proc/self/fd")
 
@@ -173,7 +173,7 @@ def test_gloo_of_a_rank_that_is_alone_listens_on_the_loopback_interface(
     start: Callable[..., object] = lambda *_, **__: seen.append(os.environ.get("GLOO_SOCKET_IFNAME"))  # noqa: E731
     monkeypatch.setattr(dist, "init_process_group", start)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    DDPStrategy(World())
+    join_group(World())
     assert seen == [taken]
     assert os.environ.get("GLOO_SOCKET_IFNAME", "") == told
 

@@ -249,6 +249,18 @@ class OfTwo(SingleStrategy):
     def __init__(self, world: World) -> None:
         self.world, self.tuning, self.description = world, {}, ""
 
+    def connect(self) -> None:
+        return
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return value
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
 
 def test_epochs_are_numbered_from_0() -> None:
     assert list(init("single").epochs(3)) == [0, 1, 2]

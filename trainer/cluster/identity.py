@@ -13,17 +13,11 @@ import hmac
 import os
 import re
 import secrets
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 from trainer.cluster.environment import SECRET
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError
 
-if TYPE_CHECKING:
-    from trainer.cluster.rendezvous import Rendezvous
-    from trainer.cluster.world import World
-
-PROOF_BYTES = 32
 # horovodrun's own comes last, because the supervisor's and the user's hold under every launcher.
 _VARIABLES = (SECRET, "HOROVOD_JOB_SECRET")
 _DIGITS = re.compile("[0-9a-f]{64,}")
@@ -41,25 +35,22 @@ def job_secret(environ: Mapping[str, str] = os.environ) -> str:
     return secret
 
 
-def job_token(rendezvous: Rendezvous, world: World) -> str:
+def job_token(all_gather: Callable[[str], list[str]]) -> str:
     """Return a new token of 64 hexadecimal digits, the same on all ranks of this job. Collective.
 
-    Where ranks have a secret, the rendezvous carries nothing from which another could learn them. Without one it
-    carries all that they are made from. Every rank adds to it, so that nobody can bring an earlier token back.
+    Where ranks have a secret, nothing is sent from which another could learn the token.
+
+    Args:
+        all_gather: returns all ranks' strings.
 
     Raises:
         ConfigError: the secret can be guessed.
-        TrainerError: what this rank has added was changed.
     """
-    part = secrets.token_hex(32)
-    parts = rendezvous.all_gather(part)
-    if parts[world.rank] != part:
-        raise TrainerError("somebody else writes into the ranks' rendezvous: what this rank has put there was changed")
-    return prove(job_secret(), "token", *parts).hex()
+    return prove(job_secret(), "token", *all_gather(secrets.token_hex(32))).hex()
 
 
 def prove(token: str, purpose: str, *facts: object) -> bytes:
-    """Return an HMAC of the facts, of `PROOF_BYTES` bytes, which nobody can make without the token.
+    """Return an HMAC of the facts, which nobody can make without the token.
 
     Args:
         purpose: of the proof, so that it is of no use anywhere else.
@@ -74,14 +65,3 @@ def prove(token: str, purpose: str, *facts: object) -> bytes:
 def is_proof(proof: bytes, token: str, purpose: str, *facts: object) -> bool:
     """Return whether a proof is the one that `prove` returns; compares in constant time."""
     return hmac.compare_digest(proof, prove(token, purpose, *facts))
-
-
-def seal(token: str, data: bytes, purpose: str, *facts: object) -> bytes:
-    """Return data with a proof of it and of the facts in front."""
-    return prove(token, purpose, *facts, data) + data
-
-
-def unseal(token: str, sealed: bytes, purpose: str, *facts: object) -> bytes | None:
-    """Return the data that `seal` was given; None where the data, a fact or the token differs."""
-    data = sealed[PROOF_BYTES:]
-    return data if is_proof(sealed[:PROOF_BYTES], token, purpose, *facts, data) else None

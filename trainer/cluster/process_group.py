@@ -6,10 +6,10 @@ whatever sums its gradients.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,8 @@ def join_group(world: World) -> tuple[dist.ProcessGroup | None, Callable[[], Non
     _set_ranks(world)
     if dist.is_initialized():  # by an earlier run in this process, or by the script, which then also ends it
         _check_ranks(world)
-        has_host_memory = "cpu" in dist.get_backend_config()
-        return (None if has_host_memory else dist.new_group(backend="gloo")), lambda: None
+        host_group: Any = None if "cpu" in dist.get_backend_config() else dist.new_group(backend="gloo")
+        return host_group, lambda: None
     backend = "gloo"
     if world.device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -64,18 +63,6 @@ class Strategy(Collectives):
         leave, self._leave = self._leave, None
         if leave is not None:
             leave()
-
-    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
-        """Begin to sum gradients over all ranks, in place; return a function that waits for the sum.
-
-        Other methods may be called meanwhile.
-
-        Args:
-            flat: the gradients, one-dimensional and contiguous, on the world's device; not to be changed until then.
-            name: the same for each message of its kind and for no other; no two are under way at the same time.
-        """
-        wait: Callable[[], object] = dist.all_reduce(flat, async_op=True).wait
-        return wait
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         """Broadcast rank 0's weights and buffers, and return the synchronizer that the settings ask for.

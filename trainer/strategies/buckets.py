@@ -51,12 +51,12 @@ class Bucket:
     def is_full(self) -> bool:
         return len(self.ready) == len(self.means)
 
-    def send(self, ranks: Collectives) -> None:
-        """Begin to sum the message over all ranks."""
+    def send(self, ranks: Collectives, name: str) -> None:
+        """Begin to sum the message over all ranks, under a name that no other has at a time."""
         self._has_gradient.fill_(1.0)
         if self._absent:  # else nothing is copied to the device, which would wait for it
             self._has_gradient.copy_(torch.tensor([float(index not in self._absent) for index in self.means]))
-        self.wait = ranks.start_gradients(self.flat, "bucket")
+        self.wait = ranks.start_gradients(self.flat, name)
 
     def has_gradient(self, index: int) -> bool:
         """Return whether any rank has a gradient of the parameter with this number within the bucket."""
@@ -150,5 +150,5 @@ class BucketSynchronizer(GradientSynchronizer):
 
     def _send_next(self) -> None:
         # All ranks send the buckets in this order, so that no two wait for each other.
-        self.buckets[self._next].send(self._ranks)
+        self.buckets[self._next].send(self._ranks, f"bucket.{self.number}.{self._next}")
         self._next += 1

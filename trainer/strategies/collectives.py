@@ -38,6 +38,18 @@ class Collectives:
         super().__init_subclass__()
         note_waits(cls, {name: name for name in _NOTED}, counts=True)
 
+    def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
+        """Begin to sum gradients over all ranks, in place; return a function that waits for the sum.
+
+        Other methods may be called meanwhile.
+
+        Args:
+            flat: the gradients, one-dimensional and contiguous, on the world's device; not to be changed until then.
+            name: the same for each message of its kind and for no other; no two are under way at the same time.
+        """
+        wait: Callable[[], object] = dist.all_reduce(flat, async_op=True).wait
+        return wait
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over all ranks, in place; return it."""
         return self._in_place(dist.all_reduce, tensor)

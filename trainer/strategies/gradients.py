@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from trainer.errors import TrainerError
 from trainer.watch.heartbeat import note_waits
 
+_NUMBERS = itertools.count()
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
@@ -122,6 +124,8 @@ class GradientSynchronizer(Synchronizer):
 
     def __init__(self, parameters: NamedParameters) -> None:
         super().__init__()
+        self.number = next(_NUMBERS)
+        """The same on all ranks; makes the names of this model's messages differ from those of other models."""
         self.names = [name for name, _ in parameters]
         self._parameters = [weakref.ref(parameter) for _, parameter in parameters]
         self._shapes = [torch.empty_like(parameter, device="meta") for _, parameter in parameters]

@@ -26,7 +26,6 @@ from trainer.watch.spans import WAIT, span
 
 _SENT_AS = {torch.bfloat16: torch.float32}
 """The type that is sent, without a compression, for a type in which sums would keep eight bits."""
-_NUMBERS = itertools.count()
 _VALID_LAUNCHERS = "valid launchers are horovodrun, mpirun and srun --mpi=pmix, or take strategy 'ddp'"
 
 
@@ -135,7 +134,11 @@ class HorovodSynchronizer(GradientSynchronizer):
         self._placeholders = [_placeholder(parameter) for _, parameter in parameters]
         self._distributed = hvd.DistributedOptimizer(
             SGD(self._placeholders, lr=0.0),
-            named_parameters=_with_unique_names(list(zip(self.names, self._placeholders, strict=True))),
+            # Horovod sends each tensor under its name.
+            named_parameters=[
+                (f"{name}.{self.number}", placeholder)
+                for name, placeholder in zip(self.names, self._placeholders, strict=True)
+            ],
             compression=compression,
             groups=None if groups is None else [[self._placeholders[index] for index in group] for group in groups],
         )
@@ -249,12 +252,6 @@ class _AnyTensor:
 
 def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _with_unique_names(parameters: NamedParameters) -> NamedParameters:
-    """Return names that no other prepared model uses, because Horovod sends each tensor under its name."""
-    number = next(_NUMBERS)
-    return [(f"{name}.{number}", parameter) for name, parameter in parameters]
 
 
 def _import_horovod() -> Any:

@@ -67,7 +67,7 @@ def _numbers(kind: str, data: memoryview) -> Any:
 
 @dataclass
 class Channel:
-    """One kind of exchange. The n-th chunks of all ranks belong together, and each rank gets their sum."""
+    """What the ranks exchange. Their n-th chunks belong together, and each rank gets the sum of these."""
 
     chunks: list[deque[bytes]]
     """chunks[rank]: what a rank has sent and another has not sent yet."""
@@ -94,7 +94,7 @@ class Server:
 
     def __init__(self, token: str, ranks: int, timeout_s: float) -> None:
         self._token, self._ranks, self._timeout_s = token, ranks, timeout_s
-        self._channels: dict[str, Channel] = {}
+        self._channel = Channel([deque() for _ in range(ranks)])
         self._hosts: dict[int, str] = {}
         self._open = 0
         self.endpoint = ""
@@ -104,8 +104,8 @@ class Server:
 
     async def exchange(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """Serve one stream; see wire.py."""
-        rank, channel, queue = await self._admit(context)
-        reader = asyncio.create_task(self._read(channel, channel.chunks[rank], messages, queue))
+        rank, queue = await self._admit(context)
+        reader = asyncio.create_task(self._read(rank, messages, queue))
         self._open += 1
         try:
             while (answer := await queue.get()) is not None:
@@ -114,41 +114,39 @@ class Server:
                 await context.abort(grpc.StatusCode.ABORTED, self._failure)
         finally:
             reader.cancel()
-            channel.gone.add(rank)
-            self._answer(channel)
+            self._channel.gone.add(rank)
+            self._answer()
             self._open -= 1
             if not self._open:
                 self.over.set()
 
-    async def _admit(self, context: Any) -> tuple[int, Channel, asyncio.Queue[bytes | None]]:
+    async def _admit(self, context: Any) -> tuple[int, asyncio.Queue[bytes | None]]:
         told = dict(context.invocation_metadata())
-        facts = (told.get(name, "") for name in ("rank", "channel", "host"))
-        # Each rank and channel is admitted once, so a proof that somebody recorded is of no use.
+        facts = (told.get(name, "") for name in ("rank", "host"))
+        # Each rank is admitted once, so a proof that somebody recorded is of no use.
         if not is_proof(told.get("proof-bin", b""), self._token, "parameter server", self.endpoint, *facts):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong token: this is no rank of this job")
         rank = int(told["rank"])
-        channel = self._channels.setdefault(told["channel"], Channel([deque() for _ in range(self._ranks)]))
-        if rank in channel.answers or not 0 <= rank < self._ranks:
+        if rank in self._channel.answers or not 0 <= rank < self._ranks:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"there is a rank {rank} already, or cannot be one")
         self._hosts[rank] = told["host"]
-        queue = channel.answers[rank] = asyncio.Queue()
-        return rank, channel, queue
+        queue = self._channel.answers[rank] = asyncio.Queue()
+        return rank, queue
 
-    async def _read(
-        self, channel: Channel, chunks: deque[bytes], messages: AsyncIterator[bytes], queue: asyncio.Queue[bytes | None]
-    ) -> None:
+    async def _read(self, rank: int, messages: AsyncIterator[bytes], queue: asyncio.Queue[bytes | None]) -> None:
         try:
             async for message in messages:
-                chunks.append(message)
-                self._answer(channel)
+                self._channel.chunks[rank].append(message)
+                self._answer()
         except Exception as error:  # whatever it is, no rank may wait for this stream
             self._fail(str(error) or type(error).__name__)
         queue.put_nowait(None)
 
-    def _answer(self, channel: Channel) -> None:
+    def _answer(self) -> None:
         """Send the sums of what all ranks have sent. A chunk fails that waits for a rank that has gone, or too long."""
         if self._failure:
             return
+        channel = self._channel
         while all(channel.chunks):
             answer = add_up([chunks.popleft() for chunks in channel.chunks])
             for queue in channel.answers.values():
@@ -156,19 +154,18 @@ class Server:
         if channel.timeout is not None:
             channel.timeout.cancel()
         if channel.missing:
-            channel.timeout = asyncio.get_running_loop().call_later(self._timeout_s, self._fail_late, channel)
+            channel.timeout = asyncio.get_running_loop().call_later(self._timeout_s, self._fail_late)
         if lost := channel.missing & channel.gone:
             self._fail(f"{self._named(lost)} has gone")
 
-    def _fail_late(self, channel: Channel) -> None:
-        self._fail(f"{self._named(channel.missing)} did not send within {self._timeout_s:g} s")
+    def _fail_late(self) -> None:
+        self._fail(f"{self._named(self._channel.missing)} did not send within {self._timeout_s:g} s")
 
     def _fail(self, reason: str) -> None:
         """End every stream with an error. The first reason counts, because others follow from it."""
         self._failure = self._failure or reason
-        for channel in self._channels.values():
-            for queue in channel.answers.values():
-                queue.put_nowait(None)
+        for queue in self._channel.answers.values():
+            queue.put_nowait(None)
 
     def _named(self, ranks: Iterable[int]) -> str:
         return ", ".join(f"rank {rank} on host {self._hosts.get(rank, 'unknown')}" for rank in sorted(ranks))

@@ -25,13 +25,11 @@ from torch import Tensor
 from examples.strategies.parameter_server.wire import CHUNK_BYTES, METHOD, OPTIONS, decode, encode
 from examples.strategies.summing import SummingStrategy
 from trainer.cluster.environment import set_default
-from trainer.cluster.identity import job_token, prove, seal, unseal
+from trainer.cluster.identity import job_token, prove
 from trainer.cluster.network import address_toward, host_id
-from trainer.cluster.rendezvous import Rendezvous
 from trainer.cluster.world import World
 from trainer.errors import ConfigError, TrainerError
 from trainer.tuning import tune
-from trainer.watch.failure import at_exit
 
 _SERVER = Path(__file__).resolve().with_name("server.py")
 _CLOSE_TIMEOUT_S = 5.0
@@ -53,53 +51,34 @@ class ParameterServerStrategy(SummingStrategy):
         servers, timeout_s = server_settings(world.size)
         _import_grpc()
         self.tuning = tune(world)
-        rendezvous = Rendezvous(world)
-        host_ids = rendezvous.all_gather(host_id())
-        self._token = job_token(rendezvous, world)
-        self._gathered = 0
+        self._servers, self._timeout_s = servers, timeout_s
         self._server: ServerProcess | None = None
-        if world.rank in [number * world.size // servers for number in range(servers)]:
-            self._server = ServerProcess(address_toward(host_ids), self._token, world.size, timeout_s)
-        endpoints = [*filter(None, rendezvous.all_gather(self._server.endpoint if self._server else ""))]
-        self._streams = {
-            channel: [Stream(endpoint, channel, self._token, world) for endpoint in endpoints]
-            for channel in ("gradients", "values")
-        }
-        rendezvous.close()
-        at_exit(self.close)
+        self._streams: list[Stream] = []
         count = "a parameter server" if servers == 1 else f"{servers} parameter servers"
         self.description = f"{count} over gRPC, {world}"
 
-    def sum_gradients(self, flat: Tensor) -> None:
-        _sum(self._streams["gradients"], flat)
+    def connect(self) -> None:
+        super().connect()
+        world = self.world
+        address = address_toward(self.all_gather_object(host_id()))
+        token = job_token(self.all_gather_object)
+        if world.rank in [number * world.size // self._servers for number in range(self._servers)]:
+            self._server = ServerProcess(address, token, world.size, self._timeout_s)
+        endpoints = self.all_gather_object(self._server.endpoint if self._server else "")
+        self._streams = [Stream(endpoint, token, world) for endpoint in filter(None, endpoints)]
 
-    def sum_values(self, flat: Tensor) -> None:
-        _sum(self._streams["values"], flat)
+    def sum_gradients(self, flat: Tensor) -> None:
+        _sum(self._streams, flat)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of gradients that this rank has sent since the strategy was made."""
-        return sum(stream.bytes_sent for stream in self._streams["gradients"])
-
-    def gather_bytes(self, part: bytes) -> list[bytes]:
-        self._gathered += 1
-        sealed = super().gather_bytes(seal(self._token, part, "object", self._gathered, self.world.rank))
-        parts = []
-        for rank, data in enumerate(sealed):
-            opened = unseal(self._token, data, "object", self._gathered, rank)
-            if opened is None:
-                raise TrainerError(
-                    f"the parameter server's answer is refused: object {self._gathered} does not come from rank {rank} "
-                    "of this job"
-                )
-            parts.append(opened)
-        return parts
+        return sum(stream.bytes_sent for stream in self._streams)
 
     def close(self) -> None:
         super().close()
-        for streams in self._streams.values():
-            for stream in streams:
-                stream.close()
+        for stream in self._streams:
+            stream.close()
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -122,17 +101,16 @@ class Stream:
 
     Args:
         endpoint: the server's address and port.
-        channel: "gradients" or "values"; each has its own order of chunks.
     """
 
-    def __init__(self, endpoint: str, channel: str, token: str, world: World) -> None:
+    def __init__(self, endpoint: str, token: str, world: World) -> None:
         grpc = _import_grpc()
         self._error = grpc.RpcError
         self._endpoint = endpoint
         self._outbox: SimpleQueue[tuple[str, memoryview] | None] = SimpleQueue()
         self._sender_has_ended = threading.Event()
         self.bytes_sent = 0
-        facts = {"rank": str(world.rank), "channel": channel, "host": world.host}
+        facts = {"rank": str(world.rank), "host": world.host}
         proof = prove(token, "parameter server", endpoint, *facts.values())
         metadata = (("proof-bin", proof), *facts.items())
         self._connection = grpc.insecure_channel(endpoint, options=OPTIONS)

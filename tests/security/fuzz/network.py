@@ -20,7 +20,6 @@ from examples.strategies.parameter_server import wire
 from examples.strategies.parameter_server.wire import decode, encode
 from tests.security.fuzz.connections import Connection
 from tests.security.fuzz.target import Target
-from trainer.cluster.identity import seal, unseal
 from trainer.ops.doctor.agent import network
 from trainer.ops.doctor.program import MARK, Program, ProgramError
 from trainer.ops.supervise import remote
@@ -30,11 +29,6 @@ from trainer.watch.job_folder import HANG, JobVerdict, parse_verdict
 
 _KEY = "0123456789abcdef" * 2
 _TOKEN = "ab" * 32
-
-
-def _seal(data: bytes) -> None:
-    opened = unseal(_TOKEN, data, "object", 1)
-    assert opened is None or seal(_TOKEN, opened, "object", 1) == data
 
 
 def _server() -> Any:
@@ -185,7 +179,6 @@ def _heard() -> Sequence[bytes]:
 
 
 TARGETS = (
-    Target("sealed object", _seal, lambda: [seal(_TOKEN, b"object", "object", 1)]),
     Target("parameter server's chunk", _add_up, _chunks, (ValueError,)),
     Target("rendezvous, stranger", _ask_as_stranger, _requests, (OSError,)),
     Target("rendezvous, rank", _ask_as_rank, _requests, (OSError,)),

@@ -5,7 +5,6 @@ Nothing is sent before the last gradient is complete, so that what is sent may d
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +15,6 @@ from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, 
 
 WIRE_TYPES: dict[str | None, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """By the name of a compression that rounds, the type that is sent."""
-_NUMBERS = itertools.count()
 
 
 class WholeSynchronizer(GradientSynchronizer):
@@ -25,7 +23,6 @@ class WholeSynchronizer(GradientSynchronizer):
     def __init__(self, parameters: NamedParameters, ranks: Collectives) -> None:
         super().__init__(parameters)
         self._ranks = ranks
-        self._number = next(_NUMBERS)  # the messages of two models must not have the same names
         self.updates = 0
         """Number of updates so far."""
 
@@ -46,7 +43,7 @@ class WholeSynchronizer(GradientSynchronizer):
             rounds = wire_type is not None and dtype.is_floating_point
             if rounds:
                 flat = flat.div_(self._ranks.world.size).to(wire_type)  # before the sum, which may overflow
-            message = f"{name}.{str(dtype).removeprefix('torch.')}.{self._number}"
+            message = f"{name}.{str(dtype).removeprefix('torch.')}.{self.number}"
             started.append((dtype if rounds else None, indices, flat, self._ranks.start_gradients(flat, message)))
 
         means: dict[int, Tensor] = {}
