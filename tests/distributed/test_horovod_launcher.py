@@ -17,7 +17,8 @@ from horovod.runner.common.util.timeout import Timeout
 from horovod.runner.util import closed, nested
 from horovod.runner.util.login import LoginError, wait_for_hosts
 
-from trainer.cluster.environment import _LAUNCHERS, read_launch
+from trainer.cluster.environment import read_launch
+from trainer.cluster.launchers import LAUNCHERS
 from trainer.errors import ConfigError
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
@@ -378,9 +379,9 @@ def test_a_rank_of_another_launcher_starts_no_job(outer: str, monkeypatch: pytes
 
 
 def test_horovodrun_and_the_library_know_the_same_launchers() -> None:
-    assert {launcher: names for launcher, names in nested.LAUNCHERS.items() if launcher not in ("srun", "mpiexec")} == {
-        launcher: (size, rank, local_rank, local_size) for launcher, (rank, size, local_rank, local_size) in _LAUNCHERS
-    }
+    rows = [launcher for launcher in LAUNCHERS.values() if launcher.variables]
+    known = {row.name: (row.variables[1], row.variables[0], *row.variables[2:]) for row in rows}
+    assert {**known, "mpiexec": ("PMI_SIZE", "PMI_RANK")} == nested.LAUNCHERS
     inside = {**ranks_of("HOROVOD_", 2), "HOROVOD_RANK": "1"}
     for outer in ("mpirun", "srun", "mpiexec"):
         with pytest.raises(ConfigError, match=f"^horovodrun with 2 and {outer} with 2 processes are nested"):

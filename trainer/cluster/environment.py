@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainer.cluster.launchers import LAUNCHERS
 from trainer.errors import ConfigError
 
 SECRET = "TRAINER_SECRET"  # noqa: S105 (the name of a variable)
@@ -30,18 +31,6 @@ class Launch:
     """0 to local_size - 1, counted on this host."""
     local_size: int = 1
     """Processes on this host."""
-
-
-# Looked for in this order: horovodrun and mpirun may run inside an srun allocation, whose variables are still
-# set there and mean something else.
-_LAUNCHERS = (
-    ("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
-    ("horovodrun", ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")),
-    (
-        "mpirun",
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ),
-)
 
 
 # Without these, a launcher that calls another one says nothing of this process.
@@ -78,15 +67,14 @@ def launches(environ: Mapping[str, str] = os.environ) -> list[Launch]:
     """
     environ = _non_empty(environ)
     candidates = []
-    for launcher, names in _LAUNCHERS:
-        if all(name in environ for name in names):
-            rank, size, local_rank, local_size = (_number(environ, name) for name in names)
+    for launcher, row in LAUNCHERS.items():
+        if row.variables and all(name in environ for name in row.variables):
+            rank, size, *local = (_number(environ, name) for name in row.variables)
+            local_rank, local_size = local or _local_of_srun(environ)
             by_horovodrun = launcher == "mpirun" and environ.get("HOROVOD_LAUNCHER") == "horovodrun"
             name = "horovodrun" if by_horovodrun else launcher
             candidates.append(Launch(launcher=name, rank=rank, size=size, local_rank=local_rank, local_size=local_size))
-    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
-        candidates.append(_read_srun(environ))
-    elif candidates and "PMI_RANK" in environ and "PMI_SIZE" in environ:
+    if candidates and candidates[-1].launcher != "srun" and "PMI_RANK" in environ and "PMI_SIZE" in environ:
         rank, size = (_number(environ, name) for name in ("PMI_RANK", "PMI_SIZE"))
         candidates.append(Launch(launcher="mpiexec", rank=rank, size=size))
     return candidates
@@ -151,20 +139,16 @@ def _is_meant(outer: Launch, inner: Launch, environ: Mapping[str, str]) -> bool:
     return (inner.rank, inner.size) == (outer.rank, outer.size)
 
 
-def _read_srun(environ: Mapping[str, str]) -> Launch:
+def _local_of_srun(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the local rank and the local size of a task of srun."""
     # SLURM_STEP_TASKS_PER_NODE reads like "2(x3),1": two tasks on each of three nodes, one on a fourth.
     per_node: list[int] = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
         tasks, _, repeat = part.rstrip(")").partition("(x")
         per_node += [int(tasks)] * int(repeat or 1)
     node = _number({"SLURM_NODEID": "0", **environ}, "SLURM_NODEID")
-    return Launch(
-        launcher="srun",
-        rank=_number(environ, "SLURM_PROCID"),
-        size=_number(environ, "SLURM_STEP_NUM_TASKS"),
-        local_rank=_number({"SLURM_LOCALID": "0", **environ}, "SLURM_LOCALID"),
-        local_size=per_node[node] if node < len(per_node) else 1,
-    )
+    local_rank = _number({"SLURM_LOCALID": "0", **environ}, "SLURM_LOCALID")
+    return local_rank, per_node[node] if node < len(per_node) else 1
 
 
 def is_gloo_controlled() -> bool:

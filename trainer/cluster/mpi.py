@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cluster.environment import is_gloo_controlled, set_default
+from trainer.cluster.launchers import LAUNCHERS
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
 
@@ -24,7 +25,8 @@ def locate_open_mpi() -> None:
 
 def connects_by_mpi(world: World) -> bool:
     """Return whether the launcher of these ranks has started them so that MPI can connect them."""
-    return world.launcher in ("mpirun", "srun") or (world.launcher == "horovodrun" and not is_gloo_controlled())
+    rendezvous = LAUNCHERS[world.launcher].rendezvous
+    return rendezvous == "MPI" or (rendezvous == "MPI or Horovod" and not is_gloo_controlled())
 
 
 def import_mpi(world: World, *, for_what: str) -> Any:

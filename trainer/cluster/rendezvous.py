@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from trainer.cluster.launchers import LAUNCHERS
 from trainer.cluster.mpi import connects_by_mpi, import_mpi
 from trainer.cluster.network import address_toward, choose_gloo_interface, choose_nccl_interface, host_id
 from trainer.cluster.world import World
@@ -44,7 +45,7 @@ class Rendezvous:
     def _choose_channel(self) -> Callable[[str], list[str]]:
         if self._world.size == 1:
             return lambda text: [text]
-        if self._world.launcher == "torchrun":
+        if LAUNCHERS[self._world.launcher].rendezvous == "store":
             return self._over_store()
         if (horovod := sys.modules.get("horovod.torch")) and horovod.is_initialized():  # by strategy 'horovod'
             return self._over_horovod()

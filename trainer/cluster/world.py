@@ -9,6 +9,7 @@ import torch
 
 from trainer.cluster.environment import Launch, read_launch
 from trainer.cluster.gpus import SHARING_HINT, check_sharing, sharing_is_on
+from trainer.cluster.launchers import LAUNCHERS
 from trainer.config import DEVICES
 from trainer.errors import ConfigError
 
@@ -65,7 +66,7 @@ def _choose_device(device: str, launch: Launch) -> torch.device:
     if gpus < launch.local_size and sharing_is_on():
         check_sharing(gpus, launch.local_size)
         return torch.device("cuda", launch.local_rank % gpus)
-    if device == "auto" and gpus < launch.local_size and not (gpus == 1 and launch.launcher == "srun"):
+    if device == "auto" and gpus < launch.local_size and not (gpus == 1 and LAUNCHERS[launch.launcher].is_scheduler):
         return torch.device("cpu")  # for all ranks of this host, not only for those that would have none
     # Slurm can show each rank its own GPU only, which is then number 0 for all of them. Ranks that really share
     # a GPU are found by the consistency check before the first step.

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.cluster.launchers import PROGRAMS
+
 _PYTHON = re.compile(r"python[\d.]*")
 _ENDS_OPTIONS = re.compile(r"-[^-WXmc]*([mc])(.*)")
 """Python's option with a module or a program, perhaps behind other letters, and with its value behind it."""
-_PROGRAMS = {"horovodrun", "mpirun", "mpiexec", "orterun", "srun", "torchrun", "accelerate", "deepspeed", "trainer"}
-_LAUNCHERS = _PROGRAMS | {"torch.distributed.run", "torch.distributed.launch"}
-"""Programs and modules that start several processes of a training."""
+_STARTERS = {*PROGRAMS, "accelerate", "deepspeed", "trainer"}
 
 
 class OptionsParser(argparse.ArgumentParser):
@@ -80,7 +80,7 @@ def refuse_launcher(command: Sequence[str], starter: str) -> str:
     """
     target = target_of(command)
     launcher = target.module or Path(target.script or target.program).name
-    if launcher not in _LAUNCHERS:
+    if launcher not in _STARTERS:
         return ""
     return (
         f"the command begins with {launcher}, but {starter} starts the ranks itself; give what one rank runs, "

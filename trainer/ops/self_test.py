@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
+from trainer.cluster.launchers import STARTS
 from trainer.errors import TrainerError
 
 _STEPS = 20
@@ -30,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("-np", dest="ranks", type=int, default=2, metavar="N", help="number of ranks (%(default)s)")
     parser.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,…", help="hosts and their slots (localhost:N)")
-    text = "what starts them: horovodrun, mpi, gloo or torchrun (%(default)s)"
+    text = f"what starts them: {', '.join(STARTS)} (%(default)s)"
     parser.add_argument("--launcher", metavar="NAME", default="horovodrun", help=text)
     limit = "seconds without any progress after which it has failed (%(default).0f)"
     parser.add_argument("--timeout", dest="timeout_s", type=float, default=60.0, metavar="S", help=limit)

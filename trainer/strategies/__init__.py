@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from types import ModuleType
 
+from trainer.cluster.launchers import LAUNCHERS
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
 from trainer.strategies.base import Strategy
@@ -17,9 +18,6 @@ _REGISTRY = {
     "ddp": ("trainer.strategies.ddp", "DDPStrategy"),
     "fsdp": ("trainer.strategies.fsdp", "FSDPStrategy"),
 }
-# The default strategy of a launcher. All others connect their ranks by MPI, or by Horovod over Gloo.
-_BY_LAUNCHER = {"python": "single", "torchrun": "ddp"}
-
 NAMES = ("auto", *_REGISTRY)
 
 wrapper: Callable[[Strategy], Strategy] | None = None
@@ -36,8 +34,8 @@ def choose_strategy(name: str, world: World) -> str:
         name = os.environ.get("TRAINER_STRATEGY") or name
     if name == "auto":
         # `srun -n 1` needs no PMIx, which Horovod would require.
-        alone = world.launcher == "srun" and world.size == 1
-        return "single" if alone else _BY_LAUNCHER.get(world.launcher, "horovod")
+        launcher = LAUNCHERS[world.launcher]
+        return "single" if launcher.is_scheduler and world.size == 1 else launcher.strategy
     if name not in _REGISTRY and ":" not in name:
         raise ConfigError(f"strategy is {name!r}; valid are {', '.join(NAMES)}, and module:Class for one of your own")
     return name

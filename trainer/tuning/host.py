@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from trainer.cluster.environment import user_set
+from trainer.cluster.launchers import LAUNCHERS
 from trainer.cluster.network import machine_id
 from trainer.cluster.world import World
 from trainer.tuning.session import take_own_session
@@ -35,8 +36,7 @@ def tune_host(world: World) -> dict[str, str]:
     if threads is not None:
         _take_threads(threads)
         chosen["threads"] = f"{threads} per rank ({world.local_size} ranks on {host_cores()} cores)"
-    # Not under srun, whose ranks are one process group.
-    if world.size > 1 and world.launcher in ("mpirun", "horovodrun") and take_own_session():
+    if world.size > 1 and LAUNCHERS[world.launcher].shares_session and take_own_session():
         chosen["session"] = "its own (Linux divides cores among sessions)"
     if world.device.type == "cpu" and not any(name.startswith("MALLOC_") for name in os.environ) and _keep_memory():
         chosen["freed memory"] = "kept (fewer page faults)"
@@ -107,14 +107,13 @@ def _take_threads(threads: int) -> None:
 
 def _user_has_decided(world: World) -> bool:
     """Return whether the user has chosen PyTorch's threads, by OMP_NUM_THREADS or by `torch.set_num_threads`."""
-    # torchrun sets one thread per rank when the user has not set any.
-    by_torchrun = world.launcher == "torchrun" and os.environ.get("OMP_NUM_THREADS") == "1"
-    if user_set("OMP_NUM_THREADS") and not by_torchrun:
+    by_launcher = LAUNCHERS[world.launcher].limits_threads and os.environ.get("OMP_NUM_THREADS") == "1"
+    if user_set("OMP_NUM_THREADS") and not by_launcher:
         return True
     # PyTorch does not tell who has set the number; any but these is nobody's default. Under MPI it is a rank's share.
     cores = {len(os.sched_getaffinity(0)), _physical_cores(), os.cpu_count() or 1, psutil.cpu_count(logical=False) or 1}
     shares = {max(1, count // world.local_size) for count in cores}
-    return torch.get_num_threads() not in _TAKEN | ({1} if by_torchrun else cores | shares)
+    return torch.get_num_threads() not in _TAKEN | ({1} if by_launcher else cores | shares)
 
 
 def _physical_cores() -> int:

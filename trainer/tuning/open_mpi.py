@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from trainer.cluster.environment import set_default, user_set
+from trainer.cluster.launchers import LAUNCHERS
 from trainer.cluster.mpi import locate_open_mpi
 from trainer.cluster.world import World
 from trainer.tuning.host import host_cores, in_container
@@ -27,14 +28,15 @@ def tune_open_mpi(world: World) -> dict[str, str]:
             # A process that no launcher has started starts Open MPI's daemon, which ends without ssh or rsh.
             set_default("OMPI_MCA_ess_singleton_isolated", "1")
         return chosen
-    if world.launcher == "srun":
+    by_scheduler = LAUNCHERS[world.launcher].is_scheduler
+    if by_scheduler:
         # Slurm's PMIx asks for munge first, which the wheel of Open MPI lacks, and prints a long warning.
         set_default("PMIX_MCA_psec", "native")
     # Whether the other hosts are containers on this very machine is known only once MPI runs, which is too late. To
     # yield in vain costs a system call; to spin in vain costs a third, measured on two containers with 2 cores.
     ranks = world.size if in_container() else world.local_size
     # Slurm may have bound each rank to a core, of many that the job has on this host.
-    cores = min(host_cores(), ranks * len(os.sched_getaffinity(0))) if world.launcher == "srun" else host_cores()
+    cores = min(host_cores(), ranks * len(os.sched_getaffinity(0))) if by_scheduler else host_cores()
     if 2 * ranks > cores and set_default("OMPI_MCA_mpi_yield_when_idle", "1"):
         chosen["idle"] = f"yield (2 threads × {ranks} ranks on {cores} cores)"
     if 2 < world.size != world.local_size and _set_rules():

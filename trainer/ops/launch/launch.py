@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import __main__
 from trainer.cluster.environment import launches
+from trainer.cluster.launchers import STARTS
 from trainer.errors import ConfigError
 from trainer.ops.launch.keepers import Keepers
 from trainer.ops.launch.outcome import conclude, dumps, read_outcomes
@@ -27,8 +28,6 @@ from trainer.ops.supervise.options import Options, check_job
 from trainer.ops.supervise.signals import Signals
 from trainer.ops.supervise.supervisor import Supervisor
 from trainer.watch.job_folder import JOB
-
-LAUNCHERS = ("horovodrun", "mpi", "gloo", "torchrun")
 
 Result = TypeVar("Result")
 
@@ -79,8 +78,8 @@ def launch(
     _refuse_within_rank()
     numbers = {"max_restarts": max_restarts, "timeout_s": timeout_s}
     places = check_job(np, hosts, min_np, numbers, ("np", "hosts", "min_np"))
-    if launcher not in LAUNCHERS:
-        raise ConfigError(f"launcher is {launcher!r}; valid are {', '.join(LAUNCHERS)}")
+    if launcher not in STARTS:
+        raise ConfigError(f"launcher is {launcher!r}; valid are {', '.join(STARTS)}")
     _check_call(function, args, kwargs)
     call = _dump_call(function, args, kwargs)
     job = uuid.uuid4().hex

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cluster.environment import SECRET, Launch, read_launch
+from trainer.cluster.launchers import LAUNCHERS
 from trainer.cluster.output import write_whole_lines
 from trainer.errors import TrainerError
 from trainer.ops.launch.outcome import CALL, Outcome, dumps, file_of, open_private
@@ -27,7 +28,7 @@ from trainer.watch.failure import is_lost_peer, report_failures
 def main() -> None:
     """Call the function as this rank of the job."""
     folder, launch = Path(sys.argv[1]), read_launch()
-    if launch.launcher == "torchrun":
+    if not LAUNCHERS[launch.launcher].marks_output:
         tag_output(launch.rank)
     write_whole_lines()
     report_failures()

@@ -8,7 +8,8 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from trainer.ops.supervise.launchers import launch, program_of
+from trainer.cluster.launchers import STARTS
+from trainer.ops.supervise.launchers import launch
 from trainer.ops.supervise.options import Options
 from trainer.ops.supervise.outcome import Attempt, Facts, judge
 from trainer.ops.supervise.ranks import Ranks
@@ -134,7 +135,7 @@ class Running:
         # A rank that has said why it ends may have been seen first, because those that are left take their time.
         silent = [number for number in ranks.dead if not ranks.all[number].has_ended]
         facts = Facts(
-            launcher=program_of(self._options.launcher),
+            launcher=STARTS[self._options.launcher].name,
             codes=codes,
             ranks=ranks.all,
             host_of=ranks.host_of,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cluster.environment import SECRET
+from trainer.cluster.launchers import STARTS
 from trainer.errors import ConfigError
 from trainer.ops.supervise.hosts import Host, names, slots_of
 from trainer.ops.supervise.options import Options, Streams
@@ -63,20 +64,16 @@ def launch(options: Options, hosts: Sequence[Host], job: str, failed_rank: int) 
         ConfigError: the launcher is not installed.
     """
     environment = {**environment_for(job), **options.environment}
-    launcher, command = options.launcher, options.command
-    if launcher == "torchrun":
-        starts = torchrun(hosts, command, environment)
-    else:
-        starts = [horovodrun(hosts, command, [f"--{launcher}"] if launcher in ("mpi", "gloo") else [])]
+    launcher = STARTS[options.launcher]
+    if launcher.reaches_hosts:
+        own = launcher.starts[options.launcher]
+        starts = [Start((launcher.name, *own, "-np", str(slots_of(hosts)), "-H", names(hosts), *options.command))]
         environment["HOROVOD_FAILED_RANK_FD"] = str(failed_rank)
+    else:
+        starts = torchrun(hosts, options.command, environment)
     if shutil.which(starts[0].command[0], path=environment["PATH"]) is None:
         raise ConfigError(f"{starts[0].command[0]} is not installed; the launcher torchrun comes with PyTorch")
     return [_popen(start, environment, failed_rank, options.streams) for start in starts]
-
-
-def program_of(launcher: str) -> str:
-    """Return the program that stands behind a launcher's name."""
-    return "torchrun" if launcher == "torchrun" else "horovodrun"
 
 
 def environment_for(job: str) -> dict[str, str]:
@@ -91,11 +88,6 @@ def environment_for(job: str) -> dict[str, str]:
     agent = {"OMPI_MCA_orte_launch_agent": f"env {JOB}={job} orted"}
     # A new secret at every start. It reaches the ranks as the rest of the environment does, on no command line.
     return {**agent, **os.environ, "PATH": path, JOB: job, SECRET: secrets.token_hex(32)}
-
-
-def horovodrun(hosts: Sequence[Host], command: Sequence[str], options: Sequence[str]) -> Start:
-    """Return the start with horovodrun, which itself goes to the other hosts."""
-    return Start(("horovodrun", *options, "-np", str(slots_of(hosts)), "-H", names(hosts), *command))
 
 
 def torchrun(hosts: Sequence[Host], command: Sequence[str], environment: Mapping[str, str]) -> list[Start]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainer.cluster.launchers import STARTS
 from trainer.errors import ConfigError
 from trainer.ops.command import OptionsParser, name_of, refuse_launcher, to_command
 from trainer.ops.supervise.hosts import Host, parse_hosts, slots_of
@@ -33,11 +34,6 @@ exit codes:
 
 Lines of this program begin with "trainer run: ". They are also in runs/NAME/events.jsonl.
 """
-_LAUNCHERS = {
-    "mpi": "start with horovodrun --mpi",
-    "gloo": "start with horovodrun --gloo",
-    "torchrun": "start with torchrun, on several hosts through ssh",
-}
 _NUMBERS = (
     ("--min-np", "min_ranks", "go on with N ranks at least (-np)"),
     ("--max-restarts", "max_restarts", "give up after N restarts (%(default)s)"),
@@ -109,10 +105,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument("-np", dest="ranks", type=int, metavar="N", help="number of ranks")
     group.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,…", help="hosts and their slots (localhost:N)")
     launchers = group.add_mutually_exclusive_group()
-    for name, text in _LAUNCHERS.items():
-        launchers.add_argument(
-            f"--{name}", dest="launcher", action="store_const", const=name, default=Options.launcher, help=text
-        )
+    launchers.set_defaults(launcher=Options.launcher)
+    for name, row in STARTS.items():
+        if name != Options.launcher:
+            text = f"start with {' '.join((row.name, *row.starts[name]))}"
+            launchers.add_argument(f"--{name}", dest="launcher", action="store_const", const=name, help=text)
     group.add_argument("--name", help="name of the folder runs/NAME (the script's)")
     group = parser.add_argument_group("after a failure")
     for option, name, text in _NUMBERS:
