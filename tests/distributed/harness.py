@@ -48,13 +48,13 @@ def program(name: str) -> str:
     return str(BIN / name) if (BIN / name).exists() else shutil.which(name) or name
 
 
-def command_for(launcher: str, ranks: int, script: Sequence[str]) -> list[str]:
+def command_for(launcher: str, ranks: int, script: Sequence[str], python: str = sys.executable) -> list[str]:
     """The command line that starts `script` (a Python script or `-m module`, with arguments) on `ranks` ranks."""
-    python = sys.executable
     if launcher == "python":
         return [python, *script]
     if launcher == "torchrun":
-        return [program("torchrun"), "--standalone", "--nproc-per-node", str(ranks), *script]
+        start = [program("torchrun"), "--standalone", "--nproc-per-node", str(ranks)]
+        return [*start, *script] if python == sys.executable else [*start, "--no-python", python, *script]
     if launcher in ("srun", "srun-without-pmix"):
         return [
             "srun",
@@ -86,6 +86,7 @@ def run_job(
     timeout_s: float = 120.0,
     env: Mapping[str, str] | None = None,
     hangs_at: str = "",
+    python: str = sys.executable,
 ) -> Outcome:
     """Run a job to its end or to its deadline; afterwards none of its processes is left.
 
@@ -100,7 +101,7 @@ def run_job(
         log = Path(folder, "output")
         with log.open("wb") as sink:
             process = subprocess.Popen(
-                command_for(launcher, ranks, script),
+                command_for(launcher, ranks, script, python),
                 stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT, env=environment | dict(env or {}),
                 cwd=ROOT,
             )  # fmt: skip

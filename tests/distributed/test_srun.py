@@ -18,6 +18,7 @@ from tests.distributed import jobs
 from tests.distributed.harness import BIN, ROOT, checks_in, run_checks, run_job
 from tests.distributed.snippets import check_weights, in_shell, write_snippets
 from tests.distributed.test_language_model import losses, plain_losses
+from tests.distributed.test_libraries import check_libraries
 
 pytestmark = pytest.mark.needs("slurm", "root")
 
@@ -114,6 +115,11 @@ def test_every_shared_check_passes_under_srun(slurm: dict[str, str]) -> None:
     assert checks.outcome.code == 0, checks.outcome.output
     assert "Horovod over MPI, rank 0 of 2" in checks.outcome.output
     assert "component was not found" not in checks.outcome.output
+
+
+@pytest.mark.needs("peers")
+def test_metrics_datasets_and_collectives_see_all_ranks_under_srun(slurm: dict[str, str]) -> None:
+    check_libraries("srun", env=slurm)
 
 
 @pytest.mark.slow  # test_documentation.py has them under the other launchers
