@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.strategies.parameter_server.identity import is_proof, job_secret, job_token, prove, seal, unseal
 from trainer import ConfigError, TrainerError, World
 from trainer.cluster.environment import SECRET
-from trainer.cluster.identity import is_proof, job_secret, job_token, prove, seal, unseal
 from trainer.cluster.rendezvous import Rendezvous
 from trainer.ops.supervise.launchers import environment_for
 

@@ -17,10 +17,10 @@ import numpy as np
 from horovod.runner.http.http_server import Server, Store, _Handler
 
 from examples.strategies.parameter_server import wire
+from examples.strategies.parameter_server.identity import seal, unseal
 from examples.strategies.parameter_server.wire import decode, encode
 from tests.security.fuzz.connections import Connection
 from tests.security.fuzz.target import Target
-from trainer.cluster.identity import seal, unseal
 from trainer.ops.doctor.agent import network
 from trainer.ops.doctor.program import MARK, Program, ProgramError
 from trainer.ops.supervise import remote
