@@ -12,10 +12,10 @@ import numpy as np
 import psutil
 import pytest
 
+from examples.strategies.parameter_server.identity import prove
 from examples.strategies.parameter_server.strategy import ServerProcess, Stream
 from examples.strategies.parameter_server.wire import METHOD, encode
 from trainer import World
-from trainer.cluster.identity import prove
 
 TOKEN = os.urandom(32).hex()
 STRANGERS = 500

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from examples.strategies.parameter_server.identity import is_proof, job_secret, job_token, prove
 from trainer import ConfigError
 from trainer.cluster.environment import SECRET
-from trainer.cluster.identity import is_proof, job_secret, job_token, prove
 from trainer.ops.supervise.launchers import environment_for
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from examples.strategies.parameter_server.identity import prove
 from examples.strategies.parameter_server.strategy import ServerProcess, Stream, _sum, server_settings
 from examples.strategies.parameter_server.wire import METHOD, decode, encode
 from trainer import ConfigError, TrainerError, World
-from trainer.cluster.identity import prove
 
 TOKEN = "the job's"  # noqa: S105
 TIMEOUT_S = 4.0

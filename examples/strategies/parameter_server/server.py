@@ -25,9 +25,8 @@ import grpc
 import numpy as np
 
 # A script finds the modules in its own folder; the package's own imports PyTorch.
+from identity import is_proof  # type: ignore[import-not-found]
 from wire import METHOD, OPTIONS, decode, encode  # type: ignore[import-not-found]
-
-from trainer.cluster.identity import is_proof
 
 # For who connects and opens no stream. Those of ranks are open for as long as the job trains.
 _BOUNDS = (

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from examples.strategies.parameter_server.identity import job_token, prove
 from examples.strategies.parameter_server.wire import CHUNK_BYTES, METHOD, OPTIONS, decode, encode
 from examples.strategies.summing import SummingStrategy
 from trainer.cluster.environment import set_default
-from trainer.cluster.identity import job_token, prove
 from trainer.cluster.network import address_toward, host_id
 from trainer.cluster.world import World
 from trainer.errors import ConfigError, TrainerError

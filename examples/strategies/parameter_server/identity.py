@@ -3,8 +3,7 @@
 The launcher or the user may give all ranks a secret. From it, and from what each rank adds, they make tokens. A proof
 is an HMAC-SHA256 under a token over what it is for and what it is about.
 
-It imports neither PyTorch nor anything else that takes long: servers are small processes. The agents of
-`trainer doctor` prove their token in a function of their own: they are sent to hosts that need not have the library.
+It imports neither PyTorch nor anything else that takes long: servers are small processes.
 """
 
 from __future__ import annotations
