@@ -23,18 +23,18 @@ from tests.security.running import Running, listening, running
 SCRIPT = str(Path(__file__).with_name("job_that_waits.py"))
 # The jobs of the table's fourth column that each of these is.
 JOBS = {
-    "horovodrun-gloo horovod": {"gloo"},
-    "horovodrun-gloo ddp": {"gloo", "ddp"},
-    "horovodrun-gloo parameter_server": {"gloo", "parameter server"},
-    "horovodrun-mpi horovod": {"mpi"},
-    "horovodrun-mpi parameter_server": {"mpi", "parameter server"},
-    "mpirun ddp": {"mpi", "ddp"},
-    "mpirun parameter_server": {"mpi", "parameter server"},
-    "torchrun ddp": {"torchrun", "torchrun with c10d", "ddp"},
-    "torchrun parameter_server": {"torchrun", "torchrun with c10d", "parameter server"},
-    "supervised ddp": {"mpi", "ddp"},
-    "supervised-torchrun ddp": {"torchrun", "ddp"},
-    "hosts": {"torchrun", "ddp"},
+    "horovodrun-gloo horovod": {"every", "gloo"},
+    "horovodrun-gloo ddp": {"every", "gloo"},
+    "horovodrun-gloo parameter_server": {"every", "gloo", "parameter server"},
+    "horovodrun-mpi horovod": {"every", "mpi"},
+    "horovodrun-mpi parameter_server": {"every", "mpi", "parameter server"},
+    "mpirun ddp": {"every", "mpi"},
+    "mpirun parameter_server": {"every", "mpi", "parameter server"},
+    "torchrun ddp": {"every", "torchrun with c10d", "torchrun"},
+    "torchrun parameter_server": {"every", "parameter server", "torchrun with c10d", "torchrun"},
+    "supervised ddp": {"every", "mpi"},
+    "supervised-torchrun ddp": {"every", "torchrun"},
+    "hosts": {"every", "torchrun"},
 }
 # Others look at each of their rows.
 SLOW = {
