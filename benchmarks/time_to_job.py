@@ -238,7 +238,7 @@ def evaluate(task: Task, handle: trainer.Run, network: nn.Module, tested: nn.Mod
 
 
 def parse_settings(text: str) -> dict[str, Any]:
-    """Return the settings of `trainer.init` in a text such as "sync_every=8,outer_lr=0.7"."""
+    """Return the settings of `trainer.init` in a text such as "sync_every=8,full_updates=2"."""
     settings: dict[str, Any] = {}
     for item in text.split(","):
         name, _, value = item.partition("=")

@@ -140,10 +140,6 @@ class RunConfig(_Checked):
     """How many updates send whole gradients before compression powersgd or `sync_every` begins."""
     sync_every: Annotated[int, _FROM_1] = 1
     """Updates that each rank takes by itself before the ranks average their weights; 1 averages gradients instead."""
-    outer_lr: float | None = None
-    """Learning rate of the outer optimizer (DiLoCo), which takes a step with each average; None goes on from it."""
-    outer_momentum: float = 0.9
-    """Nesterov momentum of the outer optimizer."""
     seed: Annotated[int, _FROM_0] = 0
     """Seed of the order of the samples and, with the rank, of the random numbers that ranks draw after `prepare`."""
     sync_batch_norm: bool = False
@@ -172,10 +168,6 @@ class RunConfig(_Checked):
             yield f"fsdp is {self.fsdp!r}; it takes a trainer.FsdpConfig"
 
     def _low_communication_problems(self) -> Iterator[str]:
-        if self.outer_lr is not None and not 0 < self.outer_lr < math.inf:
-            yield f"outer_lr is {self.outer_lr}; it must be finite and positive, or None for no outer optimizer"
-        if not 0 <= self.outer_momentum < 1:
-            yield f"outer_momentum is {self.outer_momentum}; it must be at least 0 and below 1"
         if not (setting := self.low_communication_setting):
             return
         if self.precision == "fp16":
@@ -184,15 +176,13 @@ class RunConfig(_Checked):
     @property
     def averages_weights(self) -> bool:
         """Whether ranks train by themselves for a round of updates, and then average their weights."""
-        return self.sync_every > 1 or self.outer_lr is not None
+        return self.sync_every > 1
 
     @property
     def low_communication_setting(self) -> str:
         """The setting by which ranks send less than all gradients, in words for an error; "" if there is none."""
         if self.sync_every > 1:
             return f"sync_every is {self.sync_every}"
-        if self.outer_lr is not None:
-            return f"outer_lr is {self.outer_lr}"
         return f"compression is {self.compression!r}" if self.powersgd_rank else ""
 
     @property

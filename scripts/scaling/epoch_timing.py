@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-SETTINGS = ("precision", "compression", "sync_every", "outer_lr")
+SETTINGS = ("precision", "compression", "sync_every")
 """Names in `RunConfig` of what changes the exchange, or does not go with what does."""
 
 

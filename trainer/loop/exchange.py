@@ -110,7 +110,7 @@ class Exchange:
                 synchronizer.before_step()
             return None
         if is_fp16 or self._config.low_communication_setting:
-            raise ConfigError("a closure cannot be combined with fp16, powersgd, sync_every or outer_lr")
+            raise ConfigError("a closure cannot be combined with fp16, powersgd or sync_every")
         averaging = partial(self._mean_of, closure, known, optimizer)
         if len(args) > 1:
             return (args[0], averaging, *args[2:]), kwargs

@@ -1,10 +1,9 @@
 """Local training: ranks train by themselves for some updates, then average their weights, under every strategy.
 
 Lin, Stich, Patel and Jaggi, "Don't Use Large Mini-batches, Use Local SGD" (ICLR 2020, arXiv:1808.07217): post-local
-SGD, which begins with synchronous updates. Douillard et al., "DiLoCo: Distributed Low-Communication Training of
-Language Models" (2023, arXiv:2311.08105), algorithm 1: the change that the average makes is the gradient of an outer
-optimizer. With a compression, what is sent is not the weights but what the round has changed, Basu et al.,
-"Qsparse-local-SGD" (NeurIPS 2019, arXiv:1906.02367), algorithm 1, here with PowerSGD's error feedback.
+SGD, which begins with synchronous updates. With a compression, what is sent is not the weights but what the round has
+changed, Basu et al., "Qsparse-local-SGD" (NeurIPS 2019, arXiv:1906.02367), algorithm 1, here with PowerSGD's error
+feedback.
 docs/strategies.md has the drawing and the formulas.
 """
 
@@ -25,74 +24,11 @@ from trainer.strategies.compress.whole_gradients import WIRE_TYPES, WholeSynchro
 from trainer.strategies.gradients import NamedParameters
 
 
-class _Anchors:
-    """The weights that all ranks had in common last, and the momentum of the outer optimizer.
-
-    There are none where a round sends weights and goes on from their mean: nothing asks for them.
-
-    Args:
-        sends_changes: whether a round sends what it has changed, which loses less by a compression than weights do.
-    """
-
-    def __init__(self, parameters: NamedParameters, config: RunConfig, *, sends_changes: bool) -> None:
-        self._rate, self._momentum = config.outer_lr, config.outer_momentum
-        self._sends_changes = sends_changes
-        self.weights: dict[str, Tensor] = {}
-        self.velocities: dict[str, Tensor] = {}
-        if sends_changes or self._rate is not None:
-            self.weights = {name: _copy(parameter) for name, parameter in parameters}
-        if self._rate is not None:
-            self.velocities = {name: torch.zeros_like(anchor) for name, anchor in self.weights.items()}
-
-    def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Overwrite the anchors with the present weights."""
-        for name in self.weights.keys() & parameters.keys():
-            self.weights[name].copy_(parameters[name].detach())
-
-    def equal(self, parameters: Mapping[str, nn.Parameter]) -> bool:
-        """Return whether the weights are still the anchors."""
-        named = parameters.items()
-        return all(torch.equal(parameter, self.weights[name].to(parameter.dtype)) for name, parameter in named)
-
-    def to_send(self, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
-        """Return what this rank sends of each parameter: its weights, or what it has changed since the anchor.
-
-        A parameter that was freed has changed nothing; without changes it is to be none of the names.
-        """
-        if not self._sends_changes:
-            return [parameters[name].detach() for name in names]
-        return [
-            self.weights[name] - parameters[name].detach()
-            if name in parameters
-            else torch.zeros_like(self.weights[name])
-            for name in names
-        ]
-
-    def go_on_from(self, name: str, mean: Tensor, *, is_trained: bool) -> Tensor:
-        """Return the weights that follow from the ranks' mean of what was sent; they become the anchor, if any.
-
-        It is the mean itself, or with `outer_lr` a step of SGD with Nesterov momentum as torch.optim.SGD computes it,
-        which leaves out a parameter that is not trained.
-        """
-        if not self.weights:
-            return mean
-        anchor = self.weights[name]
-        change = mean if self._sends_changes else anchor - mean
-        if self._rate is None or not is_trained:
-            return anchor.sub_(change)
-        velocity = self.velocities[name]
-        velocity.mul_(self._momentum).add_(change)
-        return anchor.sub_(change.add_(velocity, alpha=self._momentum), alpha=self._rate)
-
-
 class LocalSynchronizer(WholeSynchronizer):
     """Averages weights instead of gradients, after each round of updates that every rank takes by itself.
 
-    With `outer_lr`, ranks go on from a step of an outer optimizer instead of the average itself: of SGD with Nesterov
-    momentum (Sutskever et al. 2013).
-
     Args:
-        config: `sync_every`, `full_updates`, `compression`, `outer_lr` and `outer_momentum` are used here.
+        config: `sync_every`, `full_updates` and `compression` are used here.
     """
 
     def __init__(self, parameters: NamedParameters, ranks: Collectives, config: RunConfig) -> None:
@@ -100,7 +36,8 @@ class LocalSynchronizer(WholeSynchronizer):
         self._config, self._wire_type = config, WIRE_TYPES.get(config.compression)
         self._power = PowerSGD(parameters, config.powersgd_rank) if config.powersgd_rank else None
         self._sends_changes = self._wire_type is not None or self._power is not None
-        self._anchors = _Anchors(parameters, config, sends_changes=self._sends_changes)
+        self._anchors = {name: _copy(parameter) for name, parameter in parameters} if self._sends_changes else {}
+        """The last weights that all ranks had in common; none where a round sends the weights themselves."""
         self._in_round = 0
         self._states_differ = self._differs = False
         self._is_new = True
@@ -129,14 +66,13 @@ class LocalSynchronizer(WholeSynchronizer):
             self._average()
         elif not self._has_begun:
             self._has_begun = True
-            self._anchors.take(self._named)
-            if self._sends_changes:  # which would not make ranks equal that did not begin so
-                self._average_anchors()
-        elif self._in_round == 0 and self._anchors.weights:
+            self._take_anchors()
+            self._average_anchors()  # changes do not make ranks equal that did not begin so
+        elif self._in_round == 0 and self._anchors:
             # What another optimizer has changed since is training, and a part of this round's change.
-            self._was_written_to_between = not self._differs and not self._anchors.equal(self._named)
+            self._was_written_to_between = not self._differs and not self._are_at_anchors()
             if self._was_written_to_between:
-                self._anchors.take(self._named)
+                self._take_anchors()
         for name, parameter in self._named.items():
             if parameter.requires_grad:
                 self._trained_at[name] = self.updates
@@ -147,8 +83,19 @@ class LocalSynchronizer(WholeSynchronizer):
         first = self.updates - min(self._config.sync_every, max(self.updates - self._averaged_at, 1))
         return [self._trained_at.get(name, -1) >= first for name in names]
 
+    def _take_anchors(self) -> None:
+        """Overwrite the anchors with the present weights."""
+        named = self._named
+        for name in self._anchors.keys() & named.keys():
+            self._anchors[name].copy_(named[name].detach())
+
+    def _are_at_anchors(self) -> bool:
+        """Return whether the weights are still the anchors."""
+        named = self._named.items()
+        return all(torch.equal(parameter, self._anchors[name].to(parameter.dtype)) for name, parameter in named)
+
     def _average_anchors(self) -> None:
-        anchors = [*self._anchors.weights.values()]
+        anchors = [*self._anchors.values()]
         for anchor, mean in zip(anchors, self.mean_of_all(anchors, "anchors"), strict=True):
             anchor.copy_(mean)
 
@@ -167,32 +114,45 @@ class LocalSynchronizer(WholeSynchronizer):
     @torch.no_grad()
     def _average_round(self) -> None:
         named = self._named
-        # A parameter that was freed keeps its index among changes: PowerSGD knows tensors by their index.
-        names = [*(self._anchors.weights if self._sends_changes else named)]
-        means = self._means_of(self._anchors.to_send(names, named))
-        for name, is_trained, mean in zip(names, self._are_trained(names), means, strict=True):
-            if self._power is not None and not is_trained:
-                mean.zero_()  # a parameter's error comes with later rounds, but a frozen parameter stays
-            if name in named:
-                named[name].copy_(self._anchors.go_on_from(name, mean, is_trained=is_trained))
+        if self._anchors:
+            self._go_on_by_changes(named)
+        else:
+            held = [parameter.detach() for parameter in named.values()]
+            for parameter, mean in zip(held, self.mean_of_all(held, "weights"), strict=True):
+                parameter.copy_(mean)
         self._in_round, self._differs, self._averaged_at = 0, False, self.updates
 
-    def _means_of(self, sent: list[Tensor]) -> list[Tensor]:
-        """Return the ranks' means of what they send. Where the script wrote to some rank's weights, make anchors equal.
+    def _go_on_by_changes(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Send what each parameter has changed since the anchor, and move the anchors by the ranks' mean of it.
 
-        Overwrites what is sent.
+        A parameter that was freed has changed nothing. It keeps its index: PowerSGD knows tensors by their index.
         """
-        if not self._anchors.weights:
-            return self.mean_of_all(sent, "weights")
+        names = [*self._anchors]
+        changes = [
+            anchor - named[name].detach() if name in named else torch.zeros_like(anchor)
+            for name, anchor in self._anchors.items()
+        ]
+        for name, is_trained, mean in zip(names, self._are_trained(names), self._means_of(changes), strict=True):
+            if self._power is not None and not is_trained:
+                mean.zero_()  # a parameter's error comes with later rounds, but a frozen parameter stays
+            anchor = self._anchors[name].sub_(mean)
+            if name in named:
+                named[name].copy_(anchor)
+
+    def _means_of(self, changes: list[Tensor]) -> list[Tensor]:
+        """Return the ranks' means of the changes, which are overwritten.
+
+        Where the script wrote to some rank's weights, make the anchors equal.
+        """
         # In the type of the first tensor, with which it is sent.
-        written = torch.full((1,), self._was_written_to_between, dtype=sent[0].dtype, device=self._device)
+        written = torch.full((1,), self._was_written_to_between, dtype=changes[0].dtype, device=self._device)
         if self._power is not None:
-            [written] = self._power.replace_by_mean(sent, self.mean_of_all, [written])
+            [written] = self._power.replace_by_mean(changes, self.mean_of_all, [written])
         else:
-            *sent, written = self.mean_of_all([*sent, written], "weights", self._wire_type)
+            *changes, written = self.mean_of_all([*changes, written], "weights", self._wire_type)
         if bool(written):
             self._average_anchors()
-        return sent
+        return changes
 
     @torch.no_grad()
     def average_weights(self, optimizers: Collection[Optimizer] = ()) -> None:
@@ -229,8 +189,7 @@ class LocalSynchronizer(WholeSynchronizer):
         return {
             "kind": "local",
             "updates": self.updates,
-            "anchors": self._anchors.weights if self._has_begun else {},
-            "velocities": self._anchors.velocities,
+            "anchors": self._anchors if self._has_begun else {},
             "power": power,
         }
 
@@ -241,14 +200,12 @@ class LocalSynchronizer(WholeSynchronizer):
             return
         self.updates = self._averaged_at = state["updates"]
         self._has_begun = bool(state["anchors"]) and not self.weights_are_equal
-        self._anchors.take(self._named)  # for a parameter that has none there, because it was frozen
+        self._take_anchors()  # for a parameter that has none there, because it was frozen
         if self._power is not None and state.get("power"):  # of the same compression
             self._power.load_state_dict(state["power"])
-        kinds = ((self._anchors.weights, state["anchors"]), (self._anchors.velocities, state["velocities"]))
-        for tensors, saved in kinds:
-            for name, tensor in tensors.items():
-                if name in saved and saved[name].shape == tensor.shape:
-                    tensor.copy_(saved[name])
+        for name, anchor in self._anchors.items():
+            if name in state["anchors"] and state["anchors"][name].shape == anchor.shape:
+                anchor.copy_(state["anchors"][name])
 
 
 def _copy(parameter: Tensor) -> Tensor:
