@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from unittest import mock
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor
 
@@ -34,16 +33,6 @@ def check_every_tensor_becomes_rank_0s(strategy: Strategy) -> None:
     for found, expected in zip(own, tensors_of(0, device), strict=True):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
-
-
-def check_all_are_submitted_before_the_first_is_waited_for(strategy: Strategy) -> None:
-    calls = mock.Mock()
-    calls.submit.side_effect, calls.wait.side_effect = hvd.broadcast_async_, hvd.synchronize
-    with mock.patch.object(hvd, "broadcast_async_", calls.submit), mock.patch.object(hvd, "synchronize", calls.wait):
-        strategy.broadcast_tensors(
-            torch.full((5,), float(strategy.world.rank), device=strategy.world.device) for _ in range(3)
-        )
-    assert [name for name, _, _ in calls.mock_calls] == ["submit"] * 3 + ["wait"] * 3
 
 
 def check_what_is_larger_than_a_message_comes_in_pieces(strategy: Strategy) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.distributed import checks_checkpoints
 from tests.distributed.checks_checkpoints import Training, interrupt, shared_folder
-from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, make_trainer, train_one
-from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
+from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, make_trainer
+from tests.distributed.reference import assert_equal, make_data, make_model, train_alone
 from trainer import ConfigError, init
 from trainer.strategies import base
 from trainer.strategies.base import Strategy
@@ -44,41 +44,6 @@ def check_wide_factors_equal_one_process(strategy: Strategy) -> None:
             make_trainer(strategy, model, **WIDE, **settings).fit(data, epochs=1)
         assert_equal(model, expected, 1e-11)
         assert_same_on_all_ranks(strategy, model)
-
-
-def check_narrow_factors_train_and_are_the_same_on_all_ranks(strategy: Strategy) -> None:
-    data = make_data(20 * BATCH * strategy.world.size + 1, torch.float32)
-    model = make_model(torch.float32)
-    whole = train_alone(model, data, batch=BATCH * strategy.world.size)
-    with all_matrices():
-        records = make_trainer(strategy, model, compression="powersgd:1", full_updates=1).fit(data, epochs=3)
-    assert records[-1].train_loss < 0.8 * records[0].train_loss
-    assert_same_on_all_ranks(strategy, model)
-    if strategy.world.size > 1:
-        with pytest.raises(AssertionError, match="differs by"):
-            assert_equal(model, whole, 1e-3)
-
-
-def check_full_updates_equal_one_process(strategy: Strategy) -> None:
-    model, data = make_model(), make_data(3 * BATCH * strategy.world.size)
-    expected = train_alone(model, data, batch=BATCH * strategy.world.size)
-    with all_matrices():
-        make_trainer(strategy, model, compression="powersgd:1", full_updates=3).fit(data, epochs=1)
-    assert_equal(model, expected, 1e-12)
-
-
-def check_two_models_are_approximated_beside_each_other(strategy: Strategy) -> None:
-    run = init(strategy, **WIDE)
-    expected, found = [], []
-    with all_matrices():
-        for seed in (1, 2):
-            model, data = make_model(seed=seed), make_data(2 * BATCH * strategy.world.size + 1)
-            expected.append(train_alone(model, data, batch=BATCH * strategy.world.size))
-            wrapped, optimizer = run.prepare(model, sgd(model))
-            found.append((model, wrapped, optimizer, data))
-    for model, wrapped, optimizer, data in found:
-        train_one(run, wrapped, optimizer, data)
-        assert_equal(model, expected.pop(0), 1e-11)
 
 
 def check_compression_goes_on_from_a_checkpoint(strategy: Strategy) -> None:

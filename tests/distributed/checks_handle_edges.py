@@ -111,15 +111,6 @@ def check_values_of_all_ranks(strategy: Strategy) -> None:
     run.barrier()
 
 
-def check_datasets_of_different_sizes_are_told(strategy: Strategy) -> None:
-    run = init(strategy)
-    odd = run.rank == run.world_size - 1
-    if run.world_size == 1:
-        return
-    with pytest.raises(ConfigError, match="ranks disagree about samples of the dataset"):
-        run.loader(make_data(9 if odd else 8), BATCH)
-
-
 def check_half_precision_of_ones_own_loop(strategy: Strategy) -> None:
     data = make_data(3 * BATCH * strategy.world.size, torch.float32)
     exact = train_alone(make_model(torch.float32), data, batch=BATCH * strategy.world.size, clip_norm=CLIP)

@@ -105,13 +105,6 @@ def test_a_host_that_comes_up_is_taken(fake_ssh: Path) -> None:
     assert len(fake_ssh.with_name("ssh.log").read_text().splitlines()) == 3
 
 
-def test_every_failing_host_has_its_own_line(fake_ssh: Path) -> None:
-    answer(fake_ssh, "unknown")
-    with pytest.raises(LoginError) as caught:
-        wait_for_hosts(["b", "c"], settings_with(1))
-    assert [line.split()[1] for line in str(caught.value).splitlines()] == ["b", "c"]
-
-
 def test_a_failed_login_points_to_the_doctor(fake_ssh: Path) -> None:
     answer(fake_ssh, "denied")
     outcome = launch("-np", "2", "-H", f"{HOST}:2", "python", "x.py")
@@ -216,11 +209,6 @@ def test_elastic_jobs_are_refused(option: str) -> None:
     assert "`trainer run`" in done.stderr
 
 
-def test_options_behind_the_command_are_its_own() -> None:
-    options = ELASTIC.replace("|", " ")
-    assert launch("-np", "1", "echo", *options.split()).stdout.endswith(f"{options}\n")
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("code", "name"),
@@ -250,12 +238,6 @@ def test_more_arguments_than_a_shell_takes_are_one_line_over_mpi_and_none_over_g
     assert (done.returncode, done.stdout) == (0, "[0]<stdout>:2\n"), done.stderr
 
 
-@pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
-def test_blanks_between_hosts_and_slots_are_left_out(controller: str) -> None:
-    done = launch(controller, "-np", "2", "-H", " localhost: 1, 127.0.0.1 :1", "echo", "started")
-    assert (done.returncode, done.stdout.count("started")) == (0, 2), done.stderr
-
-
 @pytest.mark.parametrize(
     ("options", "variable"),
     [(["--mpi-args=--oversubscribe"], ""), (["--mpi-args=--map-by :OVERSUBSCRIBE"], ""), ([], "1")],
@@ -266,10 +248,6 @@ def test_open_mpi_may_be_told_to_oversubscribe(
     monkeypatch.setenv("OMPI_MCA_rmaps_base_oversubscribe", variable)
     done = launch("--mpi", "-np", "3", "-H", "localhost:2", *options, "echo", "started")
     assert (done.returncode, done.stdout.count("started")) == (0, 3), done.stderr
-
-
-def test_ranks_know_that_horovodrun_has_called_mpirun() -> None:
-    assert launch("--mpi", "-np", "1", "printenv", "HOROVOD_LAUNCHER").stdout == "[1,0]<stdout>:horovodrun\n"
 
 
 @pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
@@ -291,10 +269,6 @@ def test_a_hostfile_may_have_comments_and_its_mistakes_are_named(tmp_path: Path)
     assert launch("-np", "1", "-hostfile", str(hostfile), "true").stderr == (
         f"horovodrun: hostfile {hostfile}: 'a slots=many' is not of the form worker-0 slots=2\n"
     )
-
-
-def test_verbose_keeps_the_traceback() -> None:
-    assert "Traceback" in launch("-np", "2", "--verbose", "-H", "a:1", "true").stderr
 
 
 def test_a_failed_job_is_one_line_and_names_the_host() -> None:
@@ -342,11 +316,6 @@ def test_a_file_that_is_imported_in_place_of_the_package_is_named(tmp_path: Path
     done = launch(controller, "-np", "1", sys.executable, str(tmp_path / "none.py"))
     assert done.returncode != 0
     assert "in place of" not in done.stderr
-
-
-def test_variables_may_stand_before_a_program_over_gloo() -> None:
-    done = launch("--gloo", "-np", "1", "GREETING=hello", "sh", "-c", "echo $GREETING")
-    assert (done.returncode, "hello" in done.stdout) == (0, True), done.stderr
 
 
 def ranks_of(prefix: str, size: int) -> dict[str, str]:
@@ -417,12 +386,3 @@ def test_what_is_beside_horovodrun_is_found(controller: str, monkeypatch: pytest
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     done = launch(controller, "-np", "1", "python", "-c", "import sys; sys.stdout.write(sys.executable)")
     assert (done.returncode, done.stdout.endswith(sys.executable)) == (0, True), done.stderr
-
-
-def test_horovodrun_over_mpi_in_a_process_of_mpirun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    done = launch("--mpi", "-np", "1", "sh", "-c", "true")
-    assert done.returncode == 1
-    assert done.stderr.startswith(
-        "horovodrun: a process of mpirun has called horovodrun, and Open MPI cannot be nested"
-    )

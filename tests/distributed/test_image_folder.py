@@ -57,18 +57,3 @@ def best_of(output: str) -> Path:
     best = re.search(r"the best checkpoint is (\S+)", output)
     assert best is not None, output
     return Path(best[1])
-
-
-@pytest.mark.slow  # test_checkpoints.py has killed jobs that go on
-def test_two_ranks_learn_though_they_are_killed(folder: Path, tmp_path: Path) -> None:
-    options = ["--precision", "bf16", "--checkpoints", str(tmp_path)]
-    killed = job("horovodrun-mpi", 2, folder, *options, hangs_at="epoch 2/4: loss")
-    assert killed.timed_out, killed.output
-    before = losses_in(killed.output)
-    outcome = job("torchrun", 2, folder, *options)
-    assert outcome.code == 0, outcome.output
-    assert "going on from checkpoint" in outcome.output
-    losses = losses_in(outcome.output)
-    assert 1 not in losses
-    assert losses[4] < before[1] - 0.1
-    assert best_of(outcome.output) in find(tmp_path)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.launching import PEERS
-from benchmarks.trackers import measure, of_page
 from tests.distributed.pages import units
 from tests.distributed.snippets import RECIPES, in_shell
 
@@ -55,32 +54,6 @@ def block(containing: str) -> str:
     return text
 
 
-def of_wandb(folder: Path) -> Iterator[tuple[str, str, int]]:
-    for file in folder.glob("wandb/offline-run-*/*.wandb"):
-        read = subprocess.run([PYTHON, "-c", READ_WANDB, file], capture_output=True, text=True, check=True)
-        for item in json.loads(read.stdout):
-            step = int(item.pop("_step"))
-            yield from ((file.parent.name.split("-")[-1], name, step) for name in item if not name.startswith("_"))
-
-
-# A log in LevelDB's format: after 7 bytes, blocks of 32 KiB of records, of which each begins with CRC, length and type.
-READ_WANDB = f"""
-import json, struct, sys
-from wandb.proto.wandb_internal_pb2 import Record
-data, place, record, items = open(sys.argv[1], "rb").read(), 7, b"", []
-while place + 7 <= len(data):
-    _, length, kind = struct.unpack("<IHB", data[place : place + 7])
-    record += data[place + 7 : place + 7 + length]
-    place += 7 + length
-    place += {2**15} - place % {2**15} if {2**15} - place % {2**15} < 7 else 0
-    if kind in (1, 4):
-        entry, record = Record.FromString(record), b""
-        if entry.history.item:
-            items.append({{item.key or "/".join(item.nested_key): item.value_json for item in entry.history.item}})
-print(json.dumps(items))
-"""
-
-
 def of_mlflow(folder: Path) -> Iterator[tuple[str, str, int]]:
     yield from sqlite3.connect(folder / "mlflow.db").execute("select run_uuid, key, step from metrics")
 
@@ -103,7 +76,6 @@ def of_tensorboard(folder: Path) -> Iterator[tuple[str, str, int]]:
 
 
 TRACKERS: dict[str, Callable[[Path], Iterator[tuple[str, str, int]]]] = {
-    "import wandb": of_wandb,
     "import mlflow": of_mlflow,
     "import trackio": of_trackio,
     "import SummaryWriter": of_tensorboard,
@@ -170,16 +142,3 @@ print(urllib.request.urlopen(f"http://127.0.0.1:{{server.server_port}}/metrics")
     page = subprocess.run([PYTHON, "recipe.py"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert 'training{name="train/loss"} 0.5\n' in page
     assert 'training{name="step"} 50.0\n' in page
-
-
-def test_the_benchmark_finds_every_function_and_the_callback_of_the_page() -> None:
-    functions, definition = of_page()
-    assert list(functions) == ["Weights & Biases", "MLflow", "trackio", "TensorBoard", "Prometheus"]
-    assert "class Tracked(trainer.Callback):" in definition
-
-
-@pytest.mark.slow
-@pytest.mark.needs("peers")
-def test_the_benchmark_measures_what_a_tracker_costs() -> None:
-    low, median, high = measure("TensorBoard", pairs=2, steps=100)
-    assert low <= median <= high

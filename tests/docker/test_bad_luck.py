@@ -216,20 +216,6 @@ def test_keys_that_cannot_be_read_stop_the_node_with_a_line(image: str) -> None:
         run(["docker", "volume", "rm", volume])
 
 
-@pytest.mark.slow
-def test_lost_keys_are_made_anew(own_cluster: Cluster) -> None:
-    own_cluster.up()
-    before = own_cluster.shell("a", "cat /cluster/id_ed25519.pub /cluster/known_hosts")
-    own_cluster.shell("a", "rm -r /cluster/id_ed25519* /cluster/nodes /cluster/known_hosts")
-    outcome = own_cluster.run("a", *horovodrun(), "hostname")
-    assert outcome.code == 1
-    assert lines_of(outcome)[0] == "horovodrun: host b shows a host key that is not known here, and is refused"
-    own_cluster.compose("down", "--volumes", "--timeout", "1")
-    own_cluster.up()
-    assert own_cluster.shell("a", "cat /cluster/id_ed25519.pub /cluster/known_hosts") != before
-    assert own_cluster.run("a", *horovodrun(), "hostname").code == 0
-
-
 def test_a_node_ends_on_sigterm_and_reaps_zombies(own_cluster: Cluster) -> None:
     own_cluster.up("b")
     own_cluster.shell("b", "setsid bash -c 'sleep 0.1 & exec sleep 0.3' > /dev/null 2>&1 & sleep 1")

@@ -133,14 +133,6 @@ def test_a_job_whose_node_is_lost_goes_on_when_it_is_back(slurm: SlurmCluster) -
     assert int(slurm.ask(job.job, "Restarts")) >= 1
 
 
-def test_a_mistake_in_the_script_is_not_tried_again(slurm: SlurmCluster) -> None:
-    job = Submitted(slurm, "mistake", command=(*training("mistake", 1), "--precision", "none"))
-    outcome = job.end()
-    assert outcome.code == 78, outcome.output
-    assert "precision is 'none'" in outcome.output
-    assert slurm.ask(job.job, "JobState") == "FAILED"
-
-
 def test_each_job_of_an_array_puts_only_itself_back(slurm: SlurmCluster) -> None:
     program = (
         "import os, pathlib, sys; saved = pathlib.Path('runs', 'saved-' + os.environ['SLURM_ARRAY_TASK_ID']);"

@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from tests.distributed.test_language_model import OPTIONS, losses_in
 from tests.docker.cluster import Cluster, Outcome
 from tests.docker.test_shapes import assert_quiet
 
@@ -42,16 +41,6 @@ def test_strategies_train_on_two_nodes(cluster: Cluster, strategy: str, controll
     assert_quiet(outcome)
     assert "4 ranks on a: 2, b: 2" in outcome.output
     assert "evaluated 297/297" in outcome.output
-
-
-@pytest.mark.slow
-def test_the_port_of_a_transformer_has_the_losses_of_plain_pytorch_across_two_nodes(cluster: Cluster) -> None:
-    plain = cluster.run("a", "python", "examples/language_model_plain.py", *OPTIONS)
-    ported = cluster.run(
-        "a", "horovodrun", "-np", "4", "-H", "a:2,b:2", "python", "examples/language_model.py", *OPTIONS
-    )
-    assert_quiet(ported)
-    assert losses_in(ported.output) == pytest.approx(losses_in(plain.output), rel=1e-5)
 
 
 def test_parameter_servers_listen_on_the_clusters_network_and_show_no_token(cluster: Cluster) -> None:
@@ -91,25 +80,3 @@ def test_the_communication_benchmark_runs_on_two_nodes(cluster: Cluster) -> None
     assert list(dict.fromkeys(entry["transport"] for entry in rows)) == names
     assert [entry["wrong"] for entry in rows] == [0] * len(rows)
     assert cluster.shell("a", "head -c 4 runs/comm.png | tail -c 3") == "PNG"
-
-
-@pytest.mark.slow  # as the documentation's own commands do
-def test_the_scaling_test_runs_on_two_nodes(cluster: Cluster) -> None:
-    command = ["python", "scripts/scaling_test.py", "--hosts", "a:2,b:2", "--try-advice"]
-    command += ["--scaling", "weak", "--steps", "8", "--repeats", "1", "--batch-size", "40", "--output", "runs/scaling"]
-    script = ["examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output", "none"]
-    outcome = cluster.run("a", *command, *script, timeout_s=280)
-    assert outcome.code == 0, outcome.output
-    written = json.loads(cluster.shell("a", "cat runs/scaling/scaling.json"))
-    shapes = [(row["shape"]["hosts"], row["shape"]["per_host"], row["strategy"]) for row in written["rows"]]
-    assert shapes == [(1, 1, "single"), (1, 2, "horovod"), (2, 1, "horovod"), (2, 2, "horovod")]
-    hosts = {run["shape"]: run["timing"]["hosts"] for run in written["runs"]}
-    assert hosts == {"1x1": ["a"], "1x2": ["a", "a"], "2x1": ["a", "b"], "2x2": ["a", "a", "b", "b"]}
-    assert all(run["timing"]["machines"] == 1 for run in written["runs"])
-    for network in written["networks"].values():
-        for link in (network["local"], network["remote"]):
-            assert len(link["points"]) == 6
-            assert all(seconds > 0 for _, seconds in link["points"])
-    assert {guess["shape"]["hosts"] for guess in written["larger"]} == {4, 8, 32}
-    assert "2x2 under horovod: efficiency" in outcome.output
-    assert "scaling.html" in cluster.shell("b", "ls runs/scaling")

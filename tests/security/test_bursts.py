@@ -48,20 +48,6 @@ def test_slow_connections_keep_nobody_out(store: Store, monkeypatch: pytest.Monk
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.distributed
-def test_there_are_no_more_threads_than_strangers_that_may_be_connected(store: Store) -> None:
-    before = threading.active_count()
-    many = [socket.create_connection((HOST, store.port), timeout=15) for _ in range(3 * http_server.STRANGERS)]
-    assert store.serves()
-    deadline = time.monotonic() + 5
-    while threading.active_count() - before > http_server.STRANGERS and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert threading.active_count() - before <= http_server.STRANGERS
-    for connection in many:
-        connection.close()
-    assert store.serves()
-
-
 class Watch:
     """What this process takes, looked at while it is under attack, less what it took before."""
 

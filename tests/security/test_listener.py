@@ -127,21 +127,3 @@ def test_a_rank_that_leaves_twice_counts_once() -> None:
         for rank, names in ((0, {"scope/key", "global/key"}), (0, {"scope/key", "global/key"}), (1, {"scope/key"})):
             assert store.ask("DELETE", f"global/{rank}") == (200, b"")
             assert store.names() == names
-
-
-def test_so_many_bytes_are_read_and_no_more() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(bytes(http_server.STRANGERS_BYTES + 300))
-        reader = http_server.BoundedReader(ours)
-        parts = bytearray(1000)
-        received = 0
-        while received < http_server.STRANGERS_BYTES:
-            received += reader.readinto(parts)
-        assert received == http_server.STRANGERS_BYTES
-        with pytest.raises(TimeoutError):
-            reader.readinto(parts)
-        reader.expect(200)
-        assert reader.readinto(parts) == 200
-        with pytest.raises(TimeoutError):
-            reader.readinto(parts)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler, Sampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Sampler, SubsetRandomSampler
 
 from tests.unit.test_loader import numbered, world
 from tests.unit.test_stream import FIRST_OF_TWO, Numbers, TwoRanks
@@ -191,16 +191,6 @@ def test_an_epochs_batches_are_the_same_on_any_number_of_ranks_and_other_ones_in
     assert first != second
 
 
-def test_rank_0s_batches_are_those_of_all_ranks() -> None:
-    class FromRank0(Among):
-        def broadcast(self, value: Any) -> Any:
-            return 2 if isinstance(value, int) else [[3, 2], [1]]
-
-    loader = ShardedLoader(Rows(4), batch_sampler=[[0], [1], [2]], world=world(1, 2), group=FromRank0())
-    assert (len(loader), loader.epoch_samples) == (1, 2)
-    assert [batch.tolist() for batch in loader] == [[1]]
-
-
 def test_the_samplers_within_one_are_seeded_and_told_of_the_epoch() -> None:
     class Told(SubsetRandomSampler):
         epochs: list[int] = []  # noqa: RUF012 (of all)
@@ -239,15 +229,6 @@ def test_a_batch_may_be_of_tensors_and_a_dataset_may_have_other_keys() -> None:
 def test_what_is_no_batch_is_told(drawn: list[Any]) -> None:
     with pytest.raises(ConfigError, match=r"the batch sampler has drawn .*; a batch is a list of at least one index"):
         list(ShardedLoader(Rows(4), batch_sampler=drawn))
-
-
-def test_a_batch_sampler_that_draws_nothing_is_told() -> None:
-    class Nothing(list[Any]):
-        def __len__(self) -> int:
-            return 3
-
-    with pytest.raises(ConfigError, match=r"Nothing has drawn no batch for epoch 0 \(from 0\)"):
-        list(ShardedLoader(Rows(4), batch_sampler=Nothing()))
 
 
 def test_a_position_in_batches_goes_on_with_any_number_of_ranks() -> None:
@@ -345,10 +326,6 @@ def test_a_batch_that_does_not_tell_its_samples_counts_for_what_it_is_said_to() 
     assert list(ShardedLoader(data, None, training=False)) == data
 
 
-def test_a_weight_is_exactly_one_where_a_batch_is_all_of_its_update() -> None:
-    assert [step.weight for step in ShardedLoader(Ready(49, 3, 10), batch_size=None).steps()] == [1.0, 1.0, 1.0]
-
-
 class Batches(Numbers):
     """A stream of batches: of each of its numbers as many, and at least one."""
 
@@ -376,13 +353,3 @@ def test_a_stream_of_batches_goes_on_where_it_stopped() -> None:
     assert first + [step.batch.tolist() for step in again.steps()] == whole
     with pytest.raises(ConfigError, match="position holds for unit batches, and here it is samples"):
         StreamLoader(Batches(0, 6), 1).load_state_dict(interrupted.state_dict())
-
-
-def test_a_random_sampler_of_batches_has_the_same_order_on_all_ranks() -> None:
-    orders = []
-    for rank in range(2):
-        torch.manual_seed(rank)
-        data = Ready(1, 1, 1, 1, 1, 1)
-        loader = ShardedLoader(data, None, sampler=RandomSampler(data), world=world(rank, 2), training=False)
-        orders.append([batch["number"] for batch in loader])
-    assert sorted(orders[0] + orders[1]) == [0, 1, 2, 3, 4, 5]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from typing import Any
 
 import numpy as np
 import pytest
 
-from trainer.cluster.environment import Launch, launches, read_launch, set_default, user_set
-from trainer.config import FsdpConfig, TrainerConfig
+from trainer.cluster.environment import Launch, launches, read_launch
+from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -103,32 +102,6 @@ def test_what_sends_less_does_not_go_with_a_loss_scale(setting: dict[str, Any]) 
     [(name, value)] = setting.items()
     with pytest.raises(ConfigError, match=f"^{name} is '?{value}'?, which does not go with precision 'fp16'"):
         TrainerConfig(**setting, precision="fp16")
-
-
-@pytest.mark.parametrize(("compression", "rank"), [("powersgd", 4), ("powersgd:2", 2), ("bf16", None), ("none", None)])
-def test_the_rank_of_powersgd(compression: str, rank: int | None) -> None:
-    assert TrainerConfig(compression=compression).powersgd_rank == rank
-
-
-def test_no_compression_is_the_same_as_compression_none() -> None:
-    assert TrainerConfig(compression=None) == TrainerConfig(compression="none")
-
-
-def test_a_configuration_error_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="accumulate"):
-        TrainerConfig(accumulate=0)
-
-
-def test_a_configuration_cannot_be_changed_afterwards() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        TrainerConfig().batch_size = 0  # type: ignore[misc]
-
-
-def test_as_dict_builds_the_same_configuration_again() -> None:
-    config = TrainerConfig(batch_size=3, clip_norm=0.5, precision="bf16")
-    assert config.as_dict()["clip_norm"] == 0.5
-    values = config.as_dict()
-    assert TrainerConfig(**{**values, "fsdp": FsdpConfig(**values["fsdp"])}) == config
 
 
 @pytest.mark.parametrize(
@@ -233,10 +206,3 @@ def test_srun_counts_the_tasks_of_this_node(tasks_per_node: str, node: int, loca
 def test_srun_goes_by_its_own_step_and_not_by_the_allocation() -> None:
     environment = {**SRUN, "SLURM_NTASKS": "16", "SLURM_TASKS_PER_NODE": "8(x2)"}
     assert read_launch(environment) == read_launch(SRUN)
-
-
-def test_what_the_user_set_stays_and_an_empty_value_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {"SET": "mine", "EMPTY": ""})
-    assert [user_set(name) for name in ("SET", "EMPTY", "MISSING")] == [True, False, False]
-    assert [set_default(name, "ours") for name in ("SET", "EMPTY", "MISSING")] == [False, True, True]
-    assert os.environ == {"SET": "mine", "EMPTY": "ours", "MISSING": "ours"}

@@ -49,16 +49,6 @@ def test_a_fork_does_not_wait_for_ever() -> None:
         assert time.monotonic() - begun < 0.15
 
 
-def test_a_fork_does_not_wait_for_threads_that_sleep() -> None:
-    end = threading.Event()
-    thread = threading.Thread(target=end.wait)
-    thread.start()
-    forks._wait_for_threads()  # until what earlier tests have started sleeps, too
-    assert not forks._other_threads_run()
-    end.set()
-    thread.join()
-
-
 @pytest.mark.parametrize(
     ("version", "waits"), [((3, 11, 7), True), ((3, 11, 8), False), ((3, 12, 0), True), ((3, 12, 1), False)]
 )

@@ -13,15 +13,6 @@ import horovod
 import pytest
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
-ASK = """
-from horovod.common import util
-util._check_extension_lambda = lambda *_: "asked"
-print(util.mpi_built(), util.gloo_built(), util.mpi_built(verbose=True))
-"""
-RANK = """
-import sys, horovod.torch as hvd
-print(hasattr(hvd, "no_such_name"), [name for name in sys.modules if name.startswith("horovod.runner.gloo_run")])
-"""
 
 
 def built_with(folder: Path, **notes: bool) -> dict[str, str]:
@@ -62,15 +53,6 @@ def test_the_launcher_loads_no_more_than_it_needs(tmp_path: Path, controller: st
     assert imported(done.stderr) & unwanted == set()
 
 
-@pytest.mark.parametrize(
-    ("notes", "answers"), [({"mpi": True, "gloo": False}, "True False asked"), ({}, "asked asked asked")]
-)
-def test_the_library_is_asked_only_where_the_build_noted_nothing(
-    tmp_path: Path, notes: dict[str, bool], answers: str
-) -> None:
-    assert run(built_with(tmp_path, **notes), "-c", ASK).stdout == f"{answers}\n"
-
-
 def test_the_controller_is_chosen_by_what_the_build_noted(tmp_path: Path) -> None:
     done = run(
         built_with(tmp_path, mpi=False, gloo=True), str(HOROVODRUN), "-np", "1", "printenv", "HOROVOD_CONTROLLER"
@@ -82,8 +64,3 @@ def test_a_build_without_controllers_is_said(tmp_path: Path) -> None:
     done = run(built_with(tmp_path, mpi=False, gloo=False), str(HOROVODRUN), "-np", "1", "true")
     assert done.returncode == 1
     assert done.stderr.startswith("horovodrun: Neither MPI nor Gloo support has been built.")
-
-
-@pytest.mark.distributed
-def test_a_rank_loads_nothing_of_the_launcher() -> None:
-    assert run(dict(os.environ), "-c", RANK).stdout == "False []\n"

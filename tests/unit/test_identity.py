@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from trainer import ConfigError, TrainerError, World
 from trainer.cluster.environment import SECRET
-from trainer.cluster.identity import is_proof, job_secret, job_token, prove, seal, unseal
+from trainer.cluster.identity import job_secret, job_token, seal, unseal
 from trainer.cluster.rendezvous import Rendezvous
 from trainer.ops.supervise.launchers import environment_for
 
@@ -88,11 +88,3 @@ def test_data_is_taken_as_it_was_sealed(data: bytes, at: int) -> None:
     assert all(unseal(token, sealed, *other) is None for other in others)
     for other_token, other in (("6e" * 32, sealed), (token, bytes(changed)), (token, b"")):
         assert unseal(other_token, other, *facts) is None
-
-
-def test_a_proof_holds_for_its_facts_and_no_others() -> None:
-    proof = prove("a token", "parameter server", "10.0.0.1:1", 12, "h")
-    assert is_proof(proof, "a token", "parameter server", "10.0.0.1:1", "12", b"h")
-    for facts in (("10.0.0.1:1", 1, "2h"), ("10.0.0.1:11", 2, "h"), ("10.0.0.1:1", 12), ("10.0.0.1:1", 12, "h", "")):
-        assert not is_proof(proof, "a token", "parameter server", *facts)
-    assert not is_proof(proof[:-1], "a token", "parameter server", "10.0.0.1:1", 12, "h")

@@ -44,13 +44,6 @@ def test_device_auto_takes_the_cpu_where_the_gpu_cannot_be_used(
     assert bool(warning) == bool(printed)
 
 
-def test_a_device_that_was_asked_for_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(joining, "has_nccl", lambda: False)
-    world = World(device=CUDA, launcher="mpirun")
-    assert joining._with_usable_device("auto", world, RunConfig(device="cuda")) is world
-
-
 @pytest.mark.parametrize(("rank", "size", "says"), [(0, 2, True), (1, 2, False), (0, 1, False)])
 def test_rank_0_says_that_the_ranks_have_not_connected(
     rank: int, size: int, says: bool, monkeypatch: pytest.MonkeyPatch

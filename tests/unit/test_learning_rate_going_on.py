@@ -153,14 +153,6 @@ def test_a_difference_from_the_script_is_told_in_one_line(tmp_path: Path, capfd:
         assert edited.trainer.optimizer.param_groups[1]["weight_decay"] == 0
 
 
-def test_the_rate_of_a_scheduler_is_the_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    Fit(tmp_path, kind="step").run(epochs=1)
-    again = Fit(tmp_path, kind="step", lr=0.4).run(epochs=2)
-    assert "lr of group 0 = 0.05 from the checkpoint (script: 0.4)" in capfd.readouterr().err
-    assert again.rates[0][0] == 0.025
-    assert "now 0.025" in again.said
-
-
 def test_a_scheduler_that_ends_before_the_training_is_told_before_it(tmp_path: Path) -> None:
     Fit(tmp_path, kind="one cycle").run(epochs=2)
     again = Fit(tmp_path, kind="one cycle")
@@ -168,10 +160,3 @@ def test_a_scheduler_that_ends_before_the_training_is_told_before_it(tmp_path: P
         again.run(epochs=3)
     assert again.rates == []
     assert len(Fit(tmp_path, kind="one cycle").run(epochs=2).records) == 2
-
-
-def test_a_scheduler_that_is_not_handed_in_is_left_alone_and_said(tmp_path: Path) -> None:
-    fit = Fit(tmp_path)
-    fit.trainer.config = TrainerConfig(device="cpu", batch_size=10, scale_lr=False, decay="none")
-    StepLR(fit.trainer.optimizer, 1)
-    assert "left to the scheduler that was made for the optimizer" in fit.run(epochs=1).said

@@ -171,12 +171,6 @@ def test_an_outer_optimizers_momentum_moves_no_frozen_parameter() -> None:
         assert bool(trained.all())
 
 
-def test_an_outer_optimizer_with_rate_1_and_no_momentum_is_the_average() -> None:
-    plain = by_hand(9, 3)
-    outer = by_hand(9, 3, outer=Outer(lr=1.0, momentum=0.0))
-    torch.testing.assert_close(plain, outer, rtol=1e-12, atol=1e-12)
-
-
 def test_nothing_is_sent_within_a_round() -> None:
     threads = Threads(RANKS)
     threads.run(lambda rank, strategy: Rank(rank, strategy, every=5, full_updates=2).train(11))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from examples.datasets.mnist import find_mnist, normalize, read_idx, read_mnist
+from examples.datasets.mnist import find_mnist, read_mnist
 from tests.unit.mnist_files import (
     NAMES,
     TEST_IMAGES,
@@ -35,27 +35,6 @@ def test_the_files_are_read_as_images_and_labels(tmp_path: Path, gz: bool) -> No
     assert train.targets.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
     assert train.inputs.flatten().tolist() == [place % 251 for place in range(12 * 28 * 28)]
     assert (len(test), test.inputs.shape) == (4, (4, 1, 28, 28))
-
-
-def test_batches_are_normalised_to_mean_0_and_deviation_1() -> None:
-    black_and_white = normalize(torch.tensor([0, 255], dtype=torch.uint8))
-    assert black_and_white.dtype == torch.float32
-    assert black_and_white.tolist() == pytest.approx([-0.1307 / 0.3081, (1 - 0.1307) / 0.3081], rel=1e-5)
-
-
-def test_reading_leaves_the_images_unnormalised_until_a_batch_is_cut(tmp_path: Path) -> None:
-    train, _ = read_mnist(write_mnist(tmp_path))
-    assert train.transform is normalize
-
-
-def test_plain_and_compressed_files_may_be_mixed_and_the_plain_one_is_read(tmp_path: Path) -> None:
-    write_mnist(tmp_path, gz=True)
-    (tmp_path / TRAIN_LABELS).write_bytes(idx(np.full(12, 7, dtype=np.uint8)))
-    (tmp_path / (TEST_LABELS + ".gz")).rename(tmp_path / "moved")
-    (tmp_path / TEST_LABELS).write_bytes(labels(4))
-    train, test = read_mnist(tmp_path)
-    assert train.targets.tolist() == [7] * 12
-    assert len(test) == 4
 
 
 IMAGES = images(12)
@@ -135,24 +114,12 @@ def test_a_damaged_archive_is_named(tmp_path: Path, content: bytes) -> None:
         read_mnist(tmp_path)
 
 
-def test_an_empty_archive_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "empty.gz"
-    path.write_bytes(b"")
-    with pytest.raises(DataError, match=r"empty\.gz"):
-        read_idx(path, dimensions=1)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     write_mnist(tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(DataError, match=f"{name} cannot be read: No such file"):
         read_mnist(tmp_path)
-
-
-def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
-        read_idx(tmp_path, dimensions=1)
 
 
 @pytest.mark.parametrize(
@@ -176,10 +143,3 @@ def test_the_files_are_found_in_the_folder_itself_and_where_torchvision_puts_the
 ) -> None:
     write_mnist(tmp_path / place, gz=gz)
     assert find_mnist(tmp_path) == tmp_path / place
-
-
-def test_a_folder_that_lacks_a_file_or_is_not_there_is_not_found(tmp_path: Path) -> None:
-    assert find_mnist(tmp_path / "nowhere") is None
-    write_mnist(tmp_path / "MNIST" / "raw")
-    (tmp_path / "MNIST" / "raw" / TEST_LABELS).unlink()
-    assert find_mnist(tmp_path) is None

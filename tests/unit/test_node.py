@@ -46,20 +46,6 @@ def test_create_generates_one_key_pair_and_pins_every_host(cluster: Path) -> Non
     assert modes_of_private_keys(cluster) == {0o600}
 
 
-def test_a_new_node_changes_no_existing_key(cluster: Path) -> None:
-    before = {path: path.read_bytes() for path in cluster.rglob("*ed25519*") if path.is_file()}
-    keys.create(cluster, ["c"], 2222)
-    assert all(path.read_bytes() == content for path, content in before.items())
-    assert keys.pinned_names(cluster) == ["a", "b", "c"]
-
-
-def test_an_incomplete_key_pair_is_generated_again(cluster: Path) -> None:
-    old = (cluster / "id_ed25519.pub").read_text()
-    (cluster / "id_ed25519.pub").unlink()
-    keys.create(cluster, ["a"], 2222)
-    assert (cluster / "id_ed25519.pub").read_text() != old
-
-
 @pytest.mark.parametrize("name", ["../x", "", "-a", "a b", "a/b"])
 def test_an_invalid_host_name_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(TrainerError, match="is not a host name; valid are"):
@@ -75,14 +61,6 @@ def test_an_export_holds_the_keys_of_one_node_only(cluster: Path, tmp_path: Path
     assert keys.pinned_names(other) == ["a", "b"]
     assert not (other / "nodes" / "a").exists()
     assert modes_of_private_keys(other) == {0o600}
-
-
-def test_create_keeps_the_imported_known_hosts(cluster: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    keys.import_keys(other, exported(cluster, "b"))
-    keys.create(other, ["b"], 2222)
-    assert (other / "known_hosts").read_text() == (cluster / "known_hosts").read_text()
 
 
 def test_an_export_for_an_unknown_node_is_refused(cluster: Path) -> None:

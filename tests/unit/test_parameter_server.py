@@ -6,31 +6,15 @@ import os
 import signal
 from collections.abc import Iterator
 
-import grpc
 import numpy as np
 import pytest
 import torch
 
 from examples.strategies.parameter_server.strategy import ServerProcess, Stream, _sum, server_settings
-from examples.strategies.parameter_server.wire import METHOD, decode, encode
 from trainer import ConfigError, TrainerError, World
-from trainer.cluster.identity import prove
 
 TOKEN = "the job's"  # noqa: S105
 TIMEOUT_S = 4.0
-
-
-@pytest.mark.parametrize(("kind", "size"), [("uint8", 0), ("uint8", 3), ("float32", 8), ("complex128", 16)])
-def test_a_message_is_what_it_was_made_of(kind: str, size: int) -> None:
-    data = os.urandom(size)
-    kind_back, data_back = decode(encode(kind, data))
-    assert (kind_back, bytes(data_back)) == (kind, data)
-
-
-@pytest.mark.parametrize("message", [b"", b"float32", b"\xff" * 16])
-def test_what_is_no_chunk_is_refused(message: bytes) -> None:
-    with pytest.raises(ValueError, match="not a chunk"):
-        decode(message)
 
 
 @pytest.fixture
@@ -106,51 +90,6 @@ def test_chunks_are_distributed_to_several_servers(server: ServerProcess, monkey
         stream.close()
     first.close()
     second.close()
-
-
-@pytest.mark.parametrize(
-    "facts", [(), ("address", 1, "gradients", "h"), ("address", 0, "values", "h"), ("another:1", 0, "gradients", "h")]
-)
-def test_the_token_itself_and_a_proof_for_another_stream_are_refused(
-    server: ServerProcess, facts: tuple[object, ...]
-) -> None:
-    told = (server.endpoint if fact == "address" else fact for fact in facts)
-    sent = prove(TOKEN, "parameter server", *told) if facts else TOKEN.encode()
-    metadata = (("proof-bin", sent), ("rank", "0"), ("channel", "gradients"), ("host", "h"))
-    with grpc.insecure_channel(server.endpoint) as channel, pytest.raises(grpc.RpcError) as refused:
-        next(channel.stream_stream(METHOD)(iter(()), metadata=metadata))
-    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    first, second = link(server, 0), link(server, 1)
-    push(first, 1.0)
-    push(second, 2.0)
-    assert floats(first.pull()) == floats(second.pull()) == [3.0]
-    first.close()
-    second.close()
-
-
-def test_a_client_without_the_token_is_refused(server: ServerProcess) -> None:
-    stranger = link(server, 0, "a guess")
-    push(stranger, 1.0)
-    with pytest.raises(TrainerError, match="this is no rank of this job"):
-        stranger.pull()
-    stranger.close()
-    ranks = [link(server, rank) for rank in (0, 1)]
-    for stream in ranks:
-        push(stream, 2.0)
-    assert [floats(stream.pull()) for stream in ranks] == [[4.0], [4.0]], "what the stranger sent counts for nothing"
-    for stream in ranks:
-        stream.close()
-
-
-def test_a_rank_that_is_there_already_cannot_be_impersonated(server: ServerProcess) -> None:
-    ranks = [link(server, rank) for rank in (0, 1)]
-    exchange_once(ranks)
-    double = link(server, 1)
-    push(double, 1.0)
-    with pytest.raises(TrainerError, match="there is a rank 1 already"):
-        double.pull()
-    for stream in (*ranks, double):
-        stream.close()
 
 
 @pytest.mark.distributed

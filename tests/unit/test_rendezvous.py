@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -176,29 +175,3 @@ def test_gloo_of_a_rank_that_is_alone_listens_on_the_loopback_interface(
     DDPStrategy(World())
     assert seen == [taken]
     assert os.environ.get("GLOO_SOCKET_IFNAME", "") == told
-
-
-def test_over_torchruns_store_each_rank_but_the_first_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, asked = dist.HashStore(), Counter[int]()  # type: ignore[attr-defined]
-
-    class Counted:
-        """The store, as a rank sees it."""
-
-        def __init__(self, rank: int) -> None:
-            self._rank = rank
-
-        def set(self, key: str, value: str) -> None:
-            store.set(key, value)
-
-        def get(self, key: str) -> bytes:
-            asked[self._rank] += 1
-            return bytes(store.get(key))
-
-    def exchange(rank: int) -> list[str]:
-        return Rendezvous(World(rank=rank, size=4, launcher="torchrun")).all_gather(f"text of {rank}")
-
-    monkeypatch.setattr(dist, "rendezvous", lambda _, rank, world_size: iter([(Counted(rank), rank, world_size)]))
-    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(exchange, range(4))) == [[f"text of {rank}" for rank in range(4)]] * 4
-    assert [asked[rank] for rank in (1, 2, 3)] == [1, 1, 1]

@@ -17,13 +17,9 @@ from tests.distributed.harness import checks_in
 from tests.distributed.jobs import HANDLE
 from tests.distributed.reference import make_data, make_model, sgd
 from trainer import ConfigError, InMemory, Run, Trainer, TrainerConfig, TrainerError, World, init
-from trainer.models.sync_batch_norm import GlobalBatchNorm
 from trainer.strategies.single import SingleStrategy
 
-# A single rank has no other to differ from.
-CHECKS = {
-    name: module for name, module in checks_in(HANDLE).items() if name != "check_datasets_of_different_sizes_are_told"
-}
+CHECKS = checks_in(HANDLE)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -72,30 +68,9 @@ def test_a_mistake_in_the_call_of_init_is_one_line() -> None:
     assert "init has no setting 'mixed_precision'" in done.stderr
 
 
-def test_the_handle_has_the_worlds_names() -> None:
-    run = init(SingleStrategy(World(rank=0, size=1, local_rank=0)))
-    assert (run.rank, run.world_size, run.local_rank, run.is_root) == (0, 1, 0, True)
-    assert (run.device, run.host) == (torch.device("cpu"), run.world.host)
-
-
-def test_parameters_outside_every_model_are_refused() -> None:
-    model, temperature = nn.Linear(2, 1), nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
-    with pytest.raises(ConfigError, match="holds 1 parameters that the model does not"):
-        init("single").prepare(model, optimizer)
-
-
 def test_what_is_neither_a_model_nor_an_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"was given Linear, InMemory; run\.loader takes datasets"):
         init("single").prepare(nn.Linear(2, 1), make_data(4))  # type: ignore[arg-type]
-
-
-def test_one_object_is_returned_by_itself_and_several_in_their_order() -> None:
-    run, model, other = init("single"), nn.Linear(2, 1), nn.Linear(2, 1)
-    optimizer = sgd(model)
-    assert run.prepare(model) is model
-    assert run.prepare(optimizer) is optimizer
-    assert run.prepare(sgd(other), other)[1] is other
 
 
 @pytest.mark.parametrize(
@@ -279,15 +254,6 @@ def test_a_dataset_of_dicts_is_refused_by_the_trainer_in_one_line() -> None:
         trainer.fit(rows, epochs=1)  # type: ignore[arg-type]
 
 
-def test_a_later_start_takes_the_order_of_an_uninterrupted_run() -> None:
-    run, data = init("single"), make_data(10)
-    loader = run.loader(data, 4)
-    whole = [[batch[1].tolist() for batch in loader] for _ in run.epochs(3)]
-    run = init("single")
-    loader = run.loader(data, 4)
-    assert [[batch[1].tolist() for batch in loader] for _ in run.epochs(3, start=1)] == whole[1:]
-
-
 def test_a_backward_pass_before_prepare_is_told() -> None:
     run, model = init("single"), nn.Linear(2, 1)
     with pytest.raises(TrainerError, match=r"^run\.backward came before run\.prepare"):
@@ -309,19 +275,6 @@ def test_zero_grad_within_an_update_is_told() -> None:
     next(inputs)
     with pytest.raises(TrainerError, match=r"earlier batches are gone, and accumulate is 2; call zero_grad only after"):
         run.backward(forward(torch.ones(1, 2)).sum())
-
-
-def test_a_padding_batch_has_no_samples() -> None:
-    run = init(OfTwo(World(rank=1, size=2)))
-    seen = [run.batch_samples for _ in run.loader(InMemory(torch.ones(5, 2), torch.ones(5)), 2)]
-    assert seen == [2, 0]
-
-
-def test_a_pass_that_counts_for_nothing_leaves_the_next_one_as_it_is() -> None:
-    run = init("single", sync_batch_norm=True)
-    model = run.prepare(make_model(batch_norm=True))
-    run.backward(model(make_data(4).inputs).sum(), samples=0)
-    assert all(layer.is_weighed for layer in model.modules() if isinstance(layer, GlobalBatchNorm))
 
 
 def order_of(loader: Any) -> list[int]:

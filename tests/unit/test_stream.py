@@ -126,14 +126,6 @@ def test_full_steps_of_all_ranks_have_a_weight_of_exactly_one() -> None:
     assert len(loader) == 2
 
 
-def test_a_global_batch_is_divided_among_the_ranks() -> None:
-    loader = StreamLoader(
-        Numbers(0, 12), global_batch_size=5, world=FIRST_OF_TWO, group=TwoRanks(6, [2], [2], [2], [0])
-    )
-    assert [(step.count, step.weight) for step in loader.steps()] == [(3, 6 / 5), (3, 6 / 5), (0, 0.0)]
-    assert len(loader) == 3
-
-
 def test_without_the_last_steps_an_epoch_ends_where_one_rank_cannot_fill_its_batch() -> None:
     group = TwoRanks(6, [2, 2], [2, 0])
     loader = StreamLoader(Numbers(0, 21), 2, accumulate=2, drop_last=True, world=FIRST_OF_TWO, group=group,
@@ -210,8 +202,3 @@ def test_a_stream_without_a_length_makes_a_loader_without_one() -> None:
 def test_a_stream_that_cannot_be_shared_exactly_is_refused(dataset: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         StreamLoader(dataset, world=FIRST_OF_TWO, group=TwoRanks(5), **options)
-
-
-def test_a_type_checker_knows_the_options() -> None:
-    with pytest.raises(ConfigError, match="no option 'shuffle'"):
-        StreamLoader(Numbers(0, 4), 2, shuffle=True)  # type: ignore[call-arg]
