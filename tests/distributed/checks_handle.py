@@ -212,26 +212,3 @@ def check_any_forward_pass_of_the_model_is_synchronized(strategy: Strategy) -> N
             optimizer.step()
         assert_equal(model.inner, expected, 1e-12)
         assert_same_on_all_ranks(strategy, model)
-
-
-def check_two_optimizers_of_one_model(strategy: Strategy) -> None:
-    """One for the first layer and one for the others, which step on the same gradients."""
-
-    def split(model: nn.Module) -> list[torch.optim.Optimizer]:
-        first, *others = model.parameters()
-        return [torch.optim.SGD([first], lr=0.1), torch.optim.AdamW(others, lr=0.01)]
-
-    data, model, alone = make_data(3 * BATCH * strategy.world.size), make_model(), make_model()
-    run = init(strategy)
-    forward, *optimizers = run.prepare(model, *split(model))
-    by_hand = split(alone)
-    for index, (inputs, targets) in zip(
-        global_batches(data, BATCH * run.world_size), run.loader(data, BATCH), strict=True
-    ):
-        run.backward(F.cross_entropy(forward(inputs), targets))
-        F.cross_entropy(alone(data.inputs[index]), data.targets[index]).backward()
-        for one in (*optimizers, *by_hand):
-            one.step()
-            one.zero_grad()
-    assert_equal(model, alone, 1e-11)
-    assert_same_on_all_ranks(strategy, model)

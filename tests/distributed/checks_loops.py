@@ -72,16 +72,6 @@ def with_an_optimizer_that_was_not_prepared(
         other.step()
 
 
-def without_an_optimizer(model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches) -> None:
-    for batch in batches:
-        backward(loss_of(model, batch))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.sub_(0.1 * parameter.grad)
-                parameter.grad = None
-
-
 def with_sharpness_aware_steps(
     model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches
 ) -> None:
@@ -181,7 +171,6 @@ LOOPS: list[Loop] = [
     with_a_grad_scaler,
     with_gradients_changed_by_hand,
     with_an_optimizer_that_was_not_prepared,
-    without_an_optimizer,
     with_sharpness_aware_steps,
     with_hooks_that_come_late,
     with_gradients_that_are_kept,

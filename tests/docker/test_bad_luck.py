@@ -50,12 +50,6 @@ def during_training(cluster: Cluster, command: list[str], strike: Callable[[], o
     return outcomes[0]
 
 
-def test_more_ranks_than_slots(cluster: Cluster) -> None:
-    outcome = cluster.run("a", "horovodrun", "-np", "4", "-H", "a:1,b:1", "hostname")
-    assert outcome.code == 1
-    assert outcome.output.strip() == "horovodrun: -np 4, but -H a:1,b:1 has 2 slots"
-
-
 def test_an_unknown_host_is_named(cluster: Cluster) -> None:
     outcome = cluster.run("a", *horovodrun("--start-timeout", "3", hosts="a:1,c:1"), "hostname")
     assert outcome.code == 1
@@ -156,14 +150,6 @@ def test_a_killed_client_takes_its_job_along(cluster: Cluster, controller: str) 
         client.kill()
         assert cluster.left_over("a") == ""  # while the client's own stdin is still open
         assert cluster.left_over("b") == ""
-
-
-def test_a_job_is_ended_from_another_terminal(cluster: Cluster) -> None:
-    outcome = during_training(cluster, [*horovodrun(), *TRAIN], lambda: cluster.run("a", "pkill", "horovodrun"))
-    assert outcome.code == 143
-    assert lines_of(outcome) == ["horovodrun: ended by SIGTERM"]
-    assert cluster.left_over("a") == ""
-    assert cluster.left_over("b") == ""
 
 
 @each_controller

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
@@ -15,11 +14,9 @@ from tests.docker.cluster import ROOT, Cluster, run, succeed
 
 RUN = "docker run --rm trainer:cpu python examples/mnist.py"
 WITH_CODE = "docker compose -f docker-compose.yml -f docker-compose.dev.yml up -d"
-WITH_GPUS = "docker compose -f docker-compose.yml -f docker-compose.gpu.yml up --build -d"
 WITH_IMAGE = (
     "PROJECT_DIR=/path/to/project docker compose -f docker-compose.yml -f docker-compose.project.yml up --build -d"
 )
-WITH_PROJECT = "CODE_DIR=/path/to/project docker compose -f docker-compose.yml -f docker-compose.dev.yml up -d"
 TRAIN = "horovodrun -np 4 -H a:2,b:2 python project/train.py"
 _ON_NODE = "--nproc-per-node 2 --master-addr a --master-port 29500 project/train.py"
 TORCHRUN_ON_B = f"docker compose exec -d b torchrun --nnodes 2 --node-rank 1 {_ON_NODE}"
@@ -100,37 +97,9 @@ def test_a_project_trains_in_an_image_of_its_own(own_image: dict[str, str], own_
     assert "epoch 5/5" in output, "rank 0 is on node 0"
 
 
-@pytest.mark.parametrize(
-    ("command", "error"),
-    [(WITH_PROJECT, "bind source path does not exist: {}"), (WITH_IMAGE, 'path "{}" not found')],
-    ids=["CODE_DIR", "PROJECT_DIR"],
-)
-def test_a_misspelt_folder_is_an_error_and_is_not_made(
-    image: str, project: dict[str, str], tmp_path: Path, command: str, error: str
-) -> None:
-    misspelt = tmp_path / "projct"
-    outcome = run(["sh", "-c", command.replace("/path/to/project", str(misspelt))], env=project)
-    assert outcome.code != 0
-    assert error.format(misspelt) in outcome.output
-    assert not misspelt.exists()
-
-
 def test_a_place_that_cannot_be_written_is_named_with_those_that_can(image: str) -> None:
     (line,) = (unit.text for unit in units("text") if "can be written" in unit.text)
     train = ["python", "examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output", "results"]
     outcome = run(["docker", "run", "--rm", image, *train])
     assert outcome.code == 1
     assert outcome.output.splitlines()[-1] == line
-
-
-def test_the_files_for_gpus_fit_together() -> None:
-    """Starting them needs GPUs."""
-    files = shlex.split(WITH_GPUS.removesuffix("up --build -d"))
-    own = [*files, "-f", "docker-compose.project.yml", "config", "--format", "json"]
-    built = json.loads(succeed(own, env={"PROJECT_DIR": "/elsewhere"}))["services"]["b"]
-    assert (built["build"]["context"], built["build"]["dockerfile"]) == ("/elsewhere", "Dockerfile")
-    assert built["image"] == "trainer-project"
-    services = json.loads(succeed([*files, "config", "--format", "json"]))["services"]
-    devices = [services[node]["deploy"]["resources"]["reservations"]["devices"][0] for node in ("a", "b")]
-    assert [one["device_ids"] for one in devices] == [["0", "1"], ["2", "3"]]
-    assert {services[node]["image"] for node in ("a", "b")} == {"trainer:gpu"}

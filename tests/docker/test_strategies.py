@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
@@ -66,17 +65,3 @@ def test_parameter_servers_listen_on_the_clusters_network_and_show_no_token(clus
         job.join()
     assert outcomes[0].code == 0, outcomes[0].output
     assert "2 parameter servers over gRPC" in outcomes[0].output
-
-
-def test_the_communication_benchmark_runs_on_two_nodes(cluster: Cluster) -> None:
-    bench = ["python", "scripts/comm_bench.py", "--max-size", "1M", "--factor", "512", "--repeats", "1"]
-    outcome = cluster.run(
-        "a", "horovodrun", "-np", "4", "-H", "a:2,b:2", *bench, "--json", "runs/comm.json", "--plot", "runs/comm.png"
-    )
-    assert outcome.code == 0, outcome.output
-    assert "ranks: 4 on a: 2, b: 2" in outcome.output
-    rows = json.loads(cluster.shell("a", "cat runs/comm.json"))["rows"]
-    names = ["MPI", "ring (trainer)", "Gloo", "parameter server (trainer)", "Horovod over MPI"]
-    assert list(dict.fromkeys(entry["transport"] for entry in rows)) == names
-    assert [entry["wrong"] for entry in rows] == [0] * len(rows)
-    assert cluster.shell("a", "head -c 4 runs/comm.png | tail -c 3") == "PNG"

@@ -105,19 +105,6 @@ def test_a_lost_node_is_done_without(supervised: Supervised, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["--mpi", "--gloo", "--torchrun"])
-def test_a_rank_of_the_other_node_is_killed(supervised: Supervised, tmp_path: Path, launcher: str) -> None:
-    supervised.start(launcher)
-    supervised.wait_for("epoch 5/")
-    supervised.cluster.shell("b", f"pkill -KILL -o -f '^python {FOLDER}/chaos_job.py'")
-    outcome = supervised.end()
-    assert outcome.code == 0, outcome.output
-    first = next(line for line in said(outcome) if "attempt 1: " in line)
-    assert re.search(r"rank [23] on b died without a word in update \d+", first), outcome.output
-    assert len(supervised.result(tmp_path).lineage) == 2
-
-
-@pytest.mark.slow
 def test_the_only_copy_of_a_checkpoint_is_handed_over(supervised: Supervised, tmp_path: Path) -> None:
     supervised.start()
     supervised.wait_for("epoch 5/")

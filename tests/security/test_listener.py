@@ -7,7 +7,6 @@ import socket
 import socketserver
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,7 @@ import pytest
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http import http_server
 
-from tests.security.stores import HOST, Store, started
+from tests.security.stores import HOST, started
 
 SECOND = "127.0.0.2"
 # A launcher's process, which ends when it has said on which port it can be reached.
@@ -86,38 +85,6 @@ def test_strangers_do_not_keep_a_process_from_ending() -> None:
             assert process.wait(http_server.STRANGERS_SECONDS / 2) == 0
         finally:
             process.kill()
-
-
-class Evicted:
-    """Ends the next connection that names the key just before it has, by so many others that it must go."""
-
-    def __init__(self, server: Any) -> None:
-        self.server, self.thread = server, threading.current_thread()
-        self._admit, server.admit = server.admit, self._admit_late
-
-    def _admit_late(self, request: socket.socket) -> object:
-        self.thread, self.server.admit = threading.current_thread(), self._admit
-        with ExitStack() as stack:
-            for _ in range(http_server.STRANGERS + 1):
-                stack.enter_context(socket.create_connection(self.server.server_address, timeout=5))
-            deadline = time.monotonic() + 5
-            while request in self.server._strangers and time.monotonic() < deadline:
-                time.sleep(0.01)
-        return self._admit(request)
-
-    def join(self) -> None:
-        """Wait until the connection's thread has ended."""
-        assert self.thread is not threading.current_thread()
-        self.thread.join(5)
-        assert not self.thread.is_alive()
-
-
-def test_a_request_whose_connection_was_ended_changes_nothing(store: Store) -> None:
-    evicted = Evicted(store.server.servers[0])
-    assert store.send_raw(store.head("PUT", "scope/other", 1) + b"x") == b""
-    evicted.join()
-    assert store.names() == {"scope/key"}
-    assert store.serves()
 
 
 def test_a_rank_that_leaves_twice_counts_once() -> None:

@@ -341,15 +341,3 @@ def test_a_stream_of_batches_is_weighed_by_their_samples_too() -> None:
     steps = [(step.batch.tolist(), step.count, step.weight, step.taken) for step in loader.steps()]
     assert steps == [([0], 1, 2 / 8, 2), ([1], 1, 2 / 8, 4), ([2, 2], 2, 4 / 6, 6), ([3, 3, 3], 3, 6 / 6, 7)]
     assert [batch.tolist() for batch in StreamLoader(Batches(0, 3), None, training=False)] == [[0], [1], [2, 2]]
-
-
-def test_a_stream_of_batches_goes_on_where_it_stopped() -> None:
-    whole = [step.batch.tolist() for step in StreamLoader(Batches(0, 6), batch_size=None).steps()]
-    interrupted = StreamLoader(Batches(0, 6), batch_size=None)
-    passing = interrupted.steps()
-    first = [next(passing).batch.tolist() for _ in range(2)]
-    again = StreamLoader(Batches(0, 6), batch_size=None)
-    again.load_state_dict(interrupted.state_dict())
-    assert first + [step.batch.tolist() for step in again.steps()] == whole
-    with pytest.raises(ConfigError, match="position holds for unit batches, and here it is samples"):
-        StreamLoader(Batches(0, 6), 1).load_state_dict(interrupted.state_dict())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,20 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from tests.unit.ranks_as_threads import Threads
 from trainer import ConfigError, TrainerError, World
-from trainer.config import RunConfig
 from trainer.loop.consistency import PeriodicCheck, _digest, check_consistency, check_devices, describe_model
 from trainer.strategies.base import Strategy
-from trainer.strategies.gradients import NamedParameters, Synchronizer
+from trainer.strategies.single import SingleStrategy
 
 View = tuple[Any, ...]
 
 
-class Gathered(Strategy):
+class Gathered(SingleStrategy):
     """A rank to whom the others' views are given by the test: (host, facts) or (host, GPU, may share)."""
 
     def __init__(self, *others: View, rank: int = 0, device: str = "cpu") -> None:
-        super().__init__(World(rank=rank, size=len(others) + 1, device=torch.device(device)))
+        self.world = World(rank=rank, size=len(others) + 1, device=torch.device(device))
         self._others = list(others)
         self.asked = self.sent = 0
 
@@ -35,21 +33,6 @@ class Gathered(Strategy):
         self.sent = len(str(value))
         others = [_digest(view[1]) for view in self._others] if isinstance(value, str) else self._others
         return [*others[: self.world.rank], value, *others[self.world.rank :]]
-
-    def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
-        raise NotImplementedError
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        raise NotImplementedError
-
-    def barrier(self) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
 
 
 @pytest.fixture(autouse=True)
@@ -119,28 +102,17 @@ def test_ranks_that_share_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         check_devices(Gathered(("a", "GPU-0", False), ("a", "GPU-1", False), device="cuda:0"))
 
 
-class Barred(Gathered):
-    """A rank of several that are threads."""
-
-    def __init__(self, rank: int, given: list[Any], barrier: threading.Barrier) -> None:
-        super().__init__(*[()] * (len(given) - 1), rank=rank)
-        self._given, self._barrier = given, barrier
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self._given[self.world.rank] = value
-        self._barrier.wait()
-        found = [*self._given]
-        self._barrier.wait()
-        return found
-
-
 def compare(ranks: int, job: Callable[[int, PeriodicCheck], None]) -> list[Exception | None]:
     """Return what the job raises on each rank."""
-    barrier = threading.Barrier(ranks, timeout=20.0)
-    strategies = [Barred(rank, given, barrier) for given in [[None] * ranks] for rank in range(ranks)]
-    with ThreadPoolExecutor(ranks) as pool:
-        started = [pool.submit(job, rank, PeriodicCheck(one)) for rank, one in enumerate(strategies)]
-        return [one.exception() for one in started]  # type: ignore[misc]
+
+    def caught(rank: int, strategy: Strategy) -> Exception | None:
+        try:
+            job(rank, PeriodicCheck(strategy))
+        except Exception as error:
+            return error
+        return None
+
+    return Threads(ranks).run(caught)
 
 
 def one_error(errors: list[Exception | None], kind: type[Exception]) -> str:

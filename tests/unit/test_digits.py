@@ -21,15 +21,6 @@ def test_the_digits_have_mnists_shapes_and_types() -> None:
         assert part.transform is normalize
 
 
-def test_every_rank_loads_the_same_digits_whatever_its_seed() -> None:
-    torch.manual_seed(1)
-    once = load_digits()
-    torch.manual_seed(2)
-    for one, other in zip(once, load_digits(), strict=True):
-        assert torch.equal(one.inputs, other.inputs)
-        assert torch.equal(one.targets, other.targets)
-
-
 def test_without_scikit_learn_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(DataError, match="`pip install scikit-learn`"):

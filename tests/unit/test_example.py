@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -10,16 +9,14 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import examples.datasets
-import trainer
 from examples.networks import NETWORKS
 from tests.distributed.harness import ROOT
-from trainer import InMemory, TrainerConfig, TrainerError
+from trainer import InMemory, TrainerError
 
 SCRIPT = ROOT / "examples/mnist.py"
 
@@ -68,62 +65,6 @@ def test_what_is_no_option_is_refused_and_nothing_is_guessed(
     usage, error = capsys.readouterr().err.splitlines()
     assert usage == "usage: mnist.py …"
     assert error.startswith(f"mnist.py: error: {line}")
-
-
-RECIPE = TrainerConfig(eval_batch_size=1000, global_batch_size=64, warmup_epochs=0.25, channels_last=True)
-
-
-class _StartedError(Exception):
-    """Ends the script where it would train."""
-
-
-@pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the script gives to `init` and to `Trainer`, which then ends it."""
-    given: dict[str, Any] = {}
-    data, init = InMemory(torch.zeros(20, 1, 28, 28), torch.arange(20) % 10), trainer.init
-
-    def note_init(strategy: str, **settings: Any) -> trainer.Run:
-        given.update(strategy=strategy, **settings)
-        return init("single", device="cpu")
-
-    def note_trainer(*_: Any, **settings: Any) -> None:
-        given.update(settings)
-        raise _StartedError
-
-    monkeypatch.setattr(trainer, "init", note_init)
-    monkeypatch.setattr(trainer, "Trainer", note_trainer)
-    monkeypatch.setattr(examples.datasets, "load_dataset", lambda *_: (data, data))
-    return given
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field", "value"),
-    [
-        ("--accumulate 3", "accumulate", 3),
-        ("--precision bf16", "precision", "bf16"),
-        ("--compression fp16", "compression", "fp16"),
-        ("--sync-every 4", "sync_every", 4),
-        ("--decay none", "decay", "none"),
-        ("--seed 9", "seed", 9),
-        ("--no-channels-last", "channels_last", False),
-        ("--compile", "compile", True),
-        ("--device cpu", "device", "cpu"),
-    ],
-)
-def test_an_option_changes_its_own_setting_and_no_other(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], arguments: str, field: str, value: Any
-) -> None:
-    with pytest.raises(_StartedError):
-        start(monkeypatch, *arguments.split())
-    assert given["config"] == dataclasses.replace(RECIPE, **{field: value})
-
-
-def test_the_other_defaults_are_the_librarys_own(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
-    with pytest.raises(_StartedError):
-        start(monkeypatch)
-    assert given["config"] == RECIPE
-    assert (given["strategy"], given["output"], given["checkpoint"]) == ("auto", "auto", None)
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("default", 97_000), ("tutorial", 21_840), ("large", 6_352_650)])

@@ -43,11 +43,6 @@ def test_ranks_are_spread_over_the_gpus(host: Callable[..., None], device: str) 
     assert devices(3, device) == ["cuda:0", "cuda:1", "cuda:0"]
 
 
-def test_ranks_with_a_gpu_each_share_none_whatever_nccl_there_is(host: Callable[..., None]) -> None:
-    host(2, None)
-    assert devices(2) == ["cuda:0", "cuda:1"]
-
-
 def test_without_the_choice_ranks_take_the_cpu_or_are_told_of_it(host: Callable[..., None]) -> None:
     host(1, chosen=False)
     assert devices(2) == ["cpu", "cpu"]

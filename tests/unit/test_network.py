@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,6 @@ from trainer.cluster.network import (
     choose_gloo_interface,
     choose_nccl_interface,
     host_id,
-    interface_of,
 )
 
 LAUNCHERS = ("OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE")
@@ -105,20 +103,6 @@ def test_nccl_takes_this_hosts_own_interface(
     monkeypatch.setenv("NCCL_CONF_FILE", "/none")
     choose_nccl_interface(address)
     assert (os.environ["NCCL_SOCKET_IFNAME"] or None) == chosen
-
-
-def test_the_interface_of_a_file_of_nccls_settings_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
-    monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "nccl.conf"))
-    (tmp_path / "nccl.conf").write_text("NCCL_IB_HCA=mlx5_0\nNCCL_SOCKET_IFNAME=ib0\n")
-    choose_nccl_interface("10.9.9.9")
-    assert not os.environ["NCCL_SOCKET_IFNAME"]
-
-
-def test_an_interface_is_found_by_its_address() -> None:
-    assert interface_of("10.9.9.9") == "eth8"
-    with pytest.raises(ConfigError, match=r"no interface of this host has the address 10\.0\.0\.1"):
-        interface_of("10.0.0.1")
 
 
 @pytest.mark.parametrize(

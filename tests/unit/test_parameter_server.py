@@ -61,22 +61,6 @@ def test_the_sum_of_both_ranks_comes_back_to_both(server: ServerProcess) -> None
         stream.close()
 
 
-def test_bfloat16_is_added_up_in_float32_and_rounded_once(server: ServerProcess) -> None:
-    bits = torch.arange(2**16)
-    terms = [bits[torch.randperm(2**16, generator=torch.Generator().manual_seed(rank))] for rank in (0, 1)]
-    sent = [term.to(torch.uint16).view(torch.bfloat16) for term in terms]
-    ranks = [link(server, rank) for rank in (0, 1)]
-    for stream, values in zip(ranks, sent, strict=True):
-        stream.push("bfloat16", memoryview(values.view(torch.uint8).numpy().tobytes()))
-    expected = (sent[0].float() + sent[1].float()).bfloat16()
-    for stream in ranks:
-        total = torch.frombuffer(bytearray(stream.pull()), dtype=torch.bfloat16)
-        assert torch.equal(total.isnan(), expected.isnan())
-        assert torch.equal(total[~total.isnan()].view(torch.int16), expected[~total.isnan()].view(torch.int16))
-        assert stream.bytes_sent == 2**17
-        stream.close()
-
-
 def test_chunks_are_distributed_to_several_servers(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("examples.strategies.parameter_server.strategy.CHUNK_BYTES", 16)
     second = ServerProcess("127.0.0.1", TOKEN, 1, TIMEOUT_S)
@@ -130,11 +114,6 @@ def test_a_server_that_dies_is_named(server: ServerProcess) -> None:
     with pytest.raises(TrainerError, match=f"lost the parameter server at {server.endpoint}"):
         stream.pull()
     stream.close()
-
-
-def test_a_server_ends_with_the_process_that_started_it(server: ServerProcess) -> None:
-    server._stdin.close()
-    assert server._process.wait(timeout=10) == 0
 
 
 def test_a_server_that_cannot_listen_is_one_line() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from trainer import World
 from trainer.cluster import rendezvous as module
 from trainer.cluster.rendezvous import Rendezvous, _open_file, _share_memory, init_process_group
-from trainer.strategies.ddp import DDPStrategy
 
 DESCRIPTORS = Path("/proc/self/fd")
 
@@ -158,20 +157,3 @@ def test_a_job_on_one_host_serves_no_store(
         stores[0].set("key", "value")
         assert stores[1].get("key") == b"value"
         stores.clear()
-
-
-@pytest.mark.parametrize(("told", "taken"), [("", "lo"), ("eth7", "eth7")])
-def test_gloo_of_a_rank_that_is_alone_listens_on_the_loopback_interface(
-    told: str, taken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its jobs' environment stays as it was, because it may start some on several hosts."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", told)
-    if not told:
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    seen: list[str | None] = []
-    start: Callable[..., object] = lambda *_, **__: seen.append(os.environ.get("GLOO_SOCKET_IFNAME"))  # noqa: E731
-    monkeypatch.setattr(dist, "init_process_group", start)
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    DDPStrategy(World())
-    assert seen == [taken]
-    assert os.environ.get("GLOO_SOCKET_IFNAME", "") == told

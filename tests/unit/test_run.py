@@ -113,12 +113,6 @@ def test_a_data_loader_is_not_taken_for_a_dataset() -> None:
         init("single").loader(torch.utils.data.DataLoader(Words()), 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.complex64, torch.bool])
-def test_values_of_any_type_are_all_reduced(dtype: torch.dtype) -> None:
-    value = torch.tensor([1, 0, 1]).to(dtype)
-    assert init("single").all_reduce(value, "sum").tolist() == [1, 0, 1]
-
-
 class Words(torch.utils.data.Dataset[str]):
     def __len__(self) -> int:
         return 5
@@ -159,20 +153,12 @@ def scaled_step(run: Run, optimizer: torch.optim.Optimizer, scaler: torch.amp.Gr
     optimizer.zero_grad()
 
 
-class Wrapping(torch.amp.GradScaler):
-    """As timm's and other libraries' are."""
-
-    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().step(optimizer, *args, **kwargs)
-
-
-@pytest.mark.parametrize("make_scaler", [torch.amp.GradScaler, Wrapping])
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_epoch_of_fp16_goes_on_after_an_infinite_gradient(make_scaler: Any, fused: bool) -> None:
+def test_an_epoch_of_fp16_goes_on_after_an_infinite_gradient(fused: bool) -> None:
     """The gradient scaler starts at 65536, where a loss of this size overflows: that step is skipped."""
     run, model = init("single", device="cpu", precision="fp16"), nn.Linear(1, 1)
     forward, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6, fused=fused))
-    scaler, before = make_scaler("cpu"), model.weight.item()
+    scaler, before = torch.amp.GradScaler("cpu"), model.weight.item()
     scaled_step(run, optimizer, scaler, forward(torch.full((1, 1), 1e36)).sum())
     assert model.weight.item() == before
     for _ in range(3):
@@ -187,18 +173,8 @@ def test_a_step_under_fp16_that_no_scaler_takes_is_told_what_to_write() -> None:
     disabled = torch.amp.GradScaler("cpu", enabled=False)
     for step in (optimizer.step, lambda: disabled.step(optimizer)):
         run.backward(forward(torch.ones(1, 1)).sum())
-        with pytest.raises(TrainerError, match="not called by an enabled GradScaler") as told:
+        with pytest.raises(TrainerError, match="not called by an enabled GradScaler"):
             step()
-        assert "\n" not in str(told.value)
-    for line in (
-        "scaler = torch.amp.GradScaler(run.device.type)",
-        "run.backward(scaler.scale(loss))",
-        "scaler.unscale_(optimizer), before clipping",
-        "scaler.step(optimizer)",
-        "scaler.update()",
-        'run.checkpoints(…, state={"scaler": scaler})',
-    ):
-        assert line in str(told.value)
     assert model.weight.item() == before
     with pytest.raises(ConfigError, match="a closure cannot be combined with fp16"):
         optimizer.step(lambda: 0.0)

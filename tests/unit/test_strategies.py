@@ -16,8 +16,6 @@ from examples.strategies import STRATEGIES
 from trainer import ConfigError, World
 from trainer.config import RunConfig
 from trainer.strategies import choose_strategy, make_strategy
-from trainer.strategies.gradients import Synchronizer
-from trainer.strategies.single import SingleStrategy
 
 TWO = World(size=2, local_size=2, launcher="mpirun")
 
@@ -63,25 +61,6 @@ def test_a_strategy_of_ones_own_that_is_not_there_is_one_line(name: str, problem
 )
 def test_auto_chooses_by_the_launcher(launcher: str, size: int, expected: str) -> None:
     assert choose_strategy("auto", World(size=size, local_size=size, launcher=launcher)) == expected
-
-
-def test_single_is_a_world_of_one() -> None:
-    strategy = make_strategy("auto", World())
-    assert isinstance(strategy, SingleStrategy)
-    model = nn.Linear(2, 1)
-    assert type(strategy.prepare(model, list(model.named_parameters()), RunConfig())) is Synchronizer
-    assert strategy.wrap(model) is model
-    tensor = torch.tensor([1.0, 2.0])
-    assert strategy.all_reduce(tensor) is tensor
-    assert strategy.broadcast(tensor) is tensor
-    assert tensor.tolist() == [1.0, 2.0]
-    assert strategy.broadcast_object({"a": 1}) == {"a": 1}
-    assert strategy.all_gather_object("mine") == ["mine"]
-    assert strategy.tuning == {"tuned": "1"}
-    assert "rank 0 of 1" in strategy.description
-    strategy.barrier()
-    strategy.close()
-    strategy.close()
 
 
 @pytest.mark.distributed

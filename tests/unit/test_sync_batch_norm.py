@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
-import threading
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.unit.ranks_as_threads import Threads
 from trainer.errors import TrainerError
 from trainer.models.sync_batch_norm import GlobalBatchNorm, convert_sync_batch_norm
+from trainer.strategies.base import Strategy
 
 
 def assert_equal(first: Tensor | None, other: Tensor | None) -> None:
@@ -27,42 +27,6 @@ def assert_equal_buffers(first: nn.Module, other: nn.Module) -> None:
 def alone(tensor: Tensor) -> Tensor:
     """The all-reduce of a world of one."""
     return tensor
-
-
-class TwoRanks:
-    """An all-reduce between two threads, each of which is a rank."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=10)
-        self._tensors: dict[int, Tensor] = {}
-
-    def all_reduce(self, rank: int) -> Callable[[Tensor], Tensor]:
-        def reduce(tensor: Tensor) -> Tensor:
-            self._tensors[rank] = tensor
-            self._barrier.wait()
-            total = self._tensors[0] + self._tensors[1]
-            self._barrier.wait()
-            return total
-
-        return reduce
-
-    def run(self, work: Callable[[int], None]) -> None:
-        errors: list[BaseException] = []
-
-        def guarded(rank: int) -> None:
-            try:
-                work(rank)
-            except BaseException as error:
-                errors.append(error)
-                self._barrier.abort()
-
-        threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
 
 
 def twins(kind: type[nn.Module], **settings: object) -> tuple[nn.Module, GlobalBatchNorm]:
@@ -141,18 +105,16 @@ def test_two_ranks_with_uneven_pieces_equal_one_with_the_whole_batch(first: int)
     expected = whole(taken)
     (expected * factors).sum().backward()
 
-    job = TwoRanks()
     layers = [twins(nn.BatchNorm1d)[1] for _ in range(2)]
     parts = [part.clone().requires_grad_() for part in (inputs[:first], inputs[first:])]
-    outputs: dict[int, Tensor] = {}
 
-    def work(rank: int) -> None:
-        layers[rank].all_reduce = job.all_reduce(rank)
-        outputs[rank] = layers[rank](parts[rank])
-        (outputs[rank] * (factors[:first] if rank == 0 else factors[first:])).sum().backward()
+    def work(rank: int, strategy: Strategy) -> Tensor:
+        layers[rank].all_reduce = strategy.all_reduce
+        output: Tensor = layers[rank](parts[rank])
+        (output * (factors[:first] if rank == 0 else factors[first:])).sum().backward()
+        return output
 
-    job.run(work)
-    assert_equal(torch.cat([outputs[0], outputs[1]]), expected)
+    assert_equal(torch.cat(Threads(2).run(work)), expected)
     assert_equal(torch.cat([part.grad for part in parts if part.grad is not None]), taken.grad)
     for layer in layers:
         assert_equal_buffers(layer, whole)
@@ -169,15 +131,14 @@ def test_a_penalty_on_gradients_has_the_second_derivatives_of_the_whole_batch() 
     taken = inputs.clone().requires_grad_()
     penalty(whole, taken).backward()
 
-    job = TwoRanks()
     layers = [twins(nn.BatchNorm1d)[1] for _ in range(2)]
     parts = [part.clone().requires_grad_() for part in inputs.split(2)]
 
-    def work(rank: int) -> None:
-        layers[rank].all_reduce = job.all_reduce(rank)
+    def work(rank: int, strategy: Strategy) -> None:
+        layers[rank].all_reduce = strategy.all_reduce
         penalty(layers[rank], parts[rank]).backward()
 
-    job.run(work)
+    Threads(2).run(work)
     torch.testing.assert_close(torch.cat([part.grad for part in parts if part.grad is not None]), taken.grad)
 
 

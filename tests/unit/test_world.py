@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from trainer.cluster.environment import Launch
-from trainer.cluster.mpi import connects_by_mpi
 from trainer.cluster.world import World, current_world
 from trainer.errors import ConfigError
 
@@ -77,21 +76,3 @@ def test_slurm_can_show_each_rank_its_own_gpu_only() -> None:
 def test_a_device_that_cannot_be_had_is_refused(device: str, local_rank: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         current_world(device, on_local_rank(local_rank))
-
-
-@pytest.mark.parametrize(
-    ("launcher", "controller", "connected"),
-    [
-        ("horovodrun", "", True),
-        ("horovodrun", "gloo", False),
-        ("mpirun", "", True),
-        ("srun", "", True),
-        ("torchrun", "", False),
-        ("python", "", False),
-    ],
-)
-def test_mpi_connects_the_ranks_of_these_launchers(
-    launcher: str, controller: str, connected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOROVOD_CONTROLLER", controller)
-    assert connects_by_mpi(World(launcher=launcher)) == connected
