@@ -218,6 +218,8 @@ def check_fp16_without_a_scaler_or_with_gradients_that_are_not_complete_is_told(
     run.backward(forward(ones).sum())
     with pytest.raises(TrainerError, match=r"optimizer\.step\(\) was not called by an enabled GradScaler"):
         optimizer.step()
+    with pytest.raises(ConfigError, match="a closure cannot be combined with fp16"):
+        optimizer.step(lambda: 0.0)
     optimizer.zero_grad()
     if run.world_size == 1 or strategy.shards:  # where no pass may be the last one within no_sync
         return

@@ -476,26 +476,6 @@ def check_samples_of_ones_own_count_what_is_said(strategy: Strategy) -> None:
     assert_equal(model, expected, 1e-12)
 
 
-def check_accumulation_without_a_loader(strategy: Strategy) -> None:
-    if strategy.shards:
-        return
-    world, model, expected = strategy.world, make_model(), make_model()
-    data = make_data(4 * BATCH * world.size)
-    run = init(strategy, accumulate=2)
-    forward, optimizer = run.prepare(model, sgd(model))
-    plain = sgd(expected)
-    for number, index in enumerate(torch.arange(len(data)).split(BATCH * world.size)):
-        own = index[world.rank :: world.size]
-        run.backward(F.cross_entropy(forward(data.inputs[own].to(run.device)), data.targets[own].to(run.device)))
-        (F.cross_entropy(expected(data.inputs[index]), data.targets[index]) / 2).backward()
-        assert run.sync_gradients == (number % 2 == 1)
-        if run.sync_gradients:
-            for one in (optimizer, plain):
-                one.step()
-                one.zero_grad()
-    assert_equal(model, expected, 1e-12)
-
-
 def check_no_batch_is_kept(strategy: Strategy) -> None:
     if strategy.shards:
         return

@@ -136,23 +136,16 @@ def test_unreachable_hosts_end_the_launcher_with_a_line_each(fake_ssh: Path) -> 
     ("args", "line"),
     [
         ("-np 4 -H a:1,b:1 true", "-np 4, but -H a:1,b:1 has 2 slots"),
-        ("-np 2 -H a:1 true", "-np 2, but -H a:1 has 1 slot"),
         ("-np 1 -H a:x true", "-H a:x: hosts and their slots look like worker-0:2,worker-1:2"),
         ("-np 2 -H a:1,a:1 true", "-H a:1,a:1 names host a 2 times; once is valid, with all its slots"),
-        ("-np 1 -H a:0 true", "-H a:0 gives host a 0 slots; at least 1 is valid"),
         ("-np 0 true", "-np 0: at least 1 is valid"),
         ("-np 3 -H localhost:2 --mpi-args=--nooversubscribe true", "-np 3, but -H localhost:2 has 2 slots"),
-        ("--gloo -np 3 -H localhost:2 --mpi-args=--oversubscribe true", "-np 3, but -H localhost:2 has 2 slots"),
         ("--mpi -np 2 pyhton train.py", "there is no program pyhton on the PATH"),
-        ("--gloo -np 2 pyhton train.py", "there is no program pyhton on the PATH"),
-        ("-np 2 ./no-such-program", "there is no program ./no-such-program"),
         (
             f"-np 2 {__file__}",
             f"{__file__} is not a program; a script needs its interpreter, as in horovodrun -np 2 python {__file__}",
         ),
         ("-np 2", "no command is given; valid is, for example, horovodrun -np 2 python train.py"),
-        ("-np -1 true", "-np -1: at least 1 is valid"),
-        ("-np 2 -H= true", "-H names no host; hosts and their slots look like worker-0:2,worker-1:2"),
         ("-np 1 -hostfile /dev/null true", "hostfile /dev/null names no host; its lines look like worker-0 slots=2"),
     ],
 )
@@ -165,11 +158,8 @@ def test_mistakes_are_one_line(args: str, line: str) -> None:
     ("args", "line"),
     [
         ("-np x true", "argument -np/--num-proc: 'x' is no whole number"),
-        ("-np 1 --ssh-port many true", "argument -p/--ssh-port: 'many' is no whole number"),
-        ("-np 1 --gloo-over-mpi true", "unrecognized arguments: --gloo-over-mpi"),
         ("-np 1 --mpi --gloo true", "argument --gloo: not allowed with argument --mpi"),
         ("true", "the following arguments are required: -np/--num-proc"),
-        ("-np 1 --min true", "unrecognized arguments: --min"),
     ],
 )
 def test_mistakes_in_options_are_one_line(args: str, line: str) -> None:
@@ -194,14 +184,8 @@ def test_the_caller_is_told_which_rank_failed_first(tmp_path: Path) -> None:
         assert (done.returncode, told.read()) == (137, "1\n"), done.stderr
 
 
-ELASTIC = (
-    "--min-np 2|--min-num-proc=2|--max-np 2|--host-discovery-script d.sh|--host-discovery-script=d.sh|"
-    "--slots-per-host 1|--elastic-timeout 5|--reset-limit 1|--blacklist-cooldown-range 1 2"
-)
-
-
 @pytest.mark.distributed
-@pytest.mark.parametrize("option", ELASTIC.split("|"))
+@pytest.mark.parametrize("option", ["--min-np 2", "--host-discovery-script=d.sh", "--slots-per-host 1"])
 def test_elastic_jobs_are_refused(option: str) -> None:
     done = launch("-np", "2", *option.split(), "python", "train.py")
     name = re.split("[ =]", option)[0]
@@ -213,12 +197,8 @@ def test_elastic_jobs_are_refused(option: str) -> None:
 @pytest.mark.parametrize(
     ("code", "name"),
     [
-        ("import horovod; horovod.run(print, np=2)", "horovod.run"),
         ("import horovod.spark", "horovod.spark"),
-        ("import horovod.ray", "horovod.ray"),
         ("import horovod.torch as hvd; hvd.elastic.run", "horovod.torch.elastic"),
-        ("from horovod.torch import elastic", "horovod.torch.elastic"),
-        ("import horovod.torch.elastic", "horovod.torch.elastic"),
     ],
 )
 def test_what_loads_pickles_from_a_network_is_refused(code: str, name: str) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
-import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -58,13 +56,6 @@ def of_mlflow(folder: Path) -> Iterator[tuple[str, str, int]]:
     yield from sqlite3.connect(folder / "mlflow.db").execute("select run_uuid, key, step from metrics")
 
 
-def of_trackio(folder: Path) -> Iterator[tuple[str, str, int]]:
-    for run, step, values in sqlite3.connect(folder / "trackio/digits.db").execute(
-        "select run_id, step, metrics from metrics"
-    ):
-        yield from ((run, name, step) for name in json.loads(values))
-
-
 def of_tensorboard(folder: Path) -> Iterator[tuple[str, str, int]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -77,7 +68,6 @@ def of_tensorboard(folder: Path) -> Iterator[tuple[str, str, int]]:
 
 TRACKERS: dict[str, Callable[[Path], Iterator[tuple[str, str, int]]]] = {
     "import mlflow": of_mlflow,
-    "import trackio": of_trackio,
     "import SummaryWriter": of_tensorboard,
 }
 
@@ -124,21 +114,3 @@ def test_a_run_that_goes_on_is_one_run_of_the_tracker(
     assert len(after) == len(set(after))
     assert {name for _, name, _ in after} == NAMES[script]
     assert {50, 100, 150, 200} <= {step for _, name, step in after if name == "train/loss"}
-
-
-@pytest.mark.needs("peers")
-def test_prometheus_reads_the_values_and_the_step(tmp_path: Path) -> None:
-    (tmp_path / "recipe.py").write_text(f"""
-import sys, urllib.request
-{block("import Gauge, start_http_server").replace("9200", "0")}
-start = start_http_server
-def start_http_server(*arguments, **options):
-    global server
-    server, _ = start(*arguments, **options)
-earlier, log = track("")
-log({{"train/loss": 0.5}}, 50)
-print(urllib.request.urlopen(f"http://127.0.0.1:{{server.server_port}}/metrics").read().decode())
-""")
-    page = subprocess.run([PYTHON, "recipe.py"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert 'training{name="train/loss"} 0.5\n' in page
-    assert 'training{name="step"} 50.0\n' in page

@@ -86,22 +86,6 @@ def test_the_time_limit(gridengine: GridEngineCluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_is_deleted_leaves_no_rank_that_waits_for_nothing(gridengine: GridEngineCluster) -> None:
-    # As ranks over Gloo, which do not notice that mpirun has gone.
-    # In one piece, or the ranks' lines would mix.
-    program = (
-        "import os, sys, time; sys.stdout.write('rank ' + os.environ['OMPI_COMM_WORLD_RANK'] + '\\n'); time.sleep(500)"
-    )
-    job = Submitted(gridengine, "idle", command=("python", "-c", program))
-    for rank in range(4):
-        job.wait_until_it_trains(f"rank {rank}")
-    assert all(gridengine.left_over(host, within_s=0) for host in ("n1", "n2"))
-    assert gridengine.run("ctl", "qdel", job.job).code == 0
-    assert job.end().code != 0
-    assert not any(gridengine.left_over(host) for host in ("n1", "n2"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["first", "second"])
 def test_a_job_whose_host_is_lost_goes_on(gridengine: GridEngineCluster, lost: str) -> None:
     # Without a checkpointing environment, Grid Engine deletes a job of which a task on another host has been killed.

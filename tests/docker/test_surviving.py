@@ -104,22 +104,6 @@ def test_a_lost_node_is_done_without(supervised: Supervised, tmp_path: Path) -> 
     assert result.accuracy > 90
 
 
-@pytest.mark.slow
-def test_the_only_copy_of_a_checkpoint_is_handed_over(supervised: Supervised, tmp_path: Path) -> None:
-    supervised.start()
-    supervised.wait_for("epoch 5/")
-    supervised.cluster.shell("a", "pkill -TERM -f 'bin/trainer run'")
-    assert supervised.end().code == 75
-    kept = supervised.cluster.shell("b", f"ls {CHECKPOINTS}")
-    supervised.cluster.shell("a", f"rm -rf {CHECKPOINTS}")
-    supervised.start()
-    outcome = supervised.end()
-    assert outcome.code == 0, outcome.output
-    assert "going on from checkpoint attempt-0001" in outcome.output
-    assert kept.startswith("attempt-0001")
-    assert len(supervised.result(tmp_path).lineage) == 2
-
-
 def _disconnect(cluster: Cluster) -> Callable[[], None]:
     ends = [cluster.network, cluster.container("b")]
     succeed(["docker", "network", "disconnect", *ends])

@@ -44,12 +44,7 @@ class Buckets(Sampler[list[int]]):
 
     def __init__(self, source: str = "python") -> None:
         self._source = source
-        self.generator: Any = {
-            "own python": random.Random(),
-            "own numpy": np.random.default_rng(),
-            "own old numpy": np.random.RandomState(),
-            "own torch": torch.Generator(),
-        }.get(source)
+        self.generator: Any = {"own numpy": np.random.default_rng(), "own torch": torch.Generator()}.get(source)
         self._epoch = random.randrange(10**6)
 
     def set_epoch(self, epoch: int) -> None:
@@ -63,9 +58,7 @@ class Buckets(Sampler[list[int]]):
             "python": lambda: random.randrange(10**6),
             "numpy": lambda: int(np.random.randint(10**6)),
             "torch": lambda: int(torch.randint(10**6, ())),
-            "own python": lambda: self.generator.randrange(10**6),
             "own numpy": lambda: int(self.generator.integers(10**6)),
-            "own old numpy": lambda: int(self.generator.randint(10**6)),
             "own torch": lambda: int(torch.randint(10**6, (), generator=self.generator)),
             "epoch": lambda: self._epoch + 1,
         }
@@ -167,7 +160,7 @@ def test_n_ranks_weigh_as_one_that_accumulates_n_times_as_many(
         assert sum(share for _, share in shares) == pytest.approx(1.0)
 
 
-SOURCES = ["python", "numpy", "torch", "own python", "own numpy", "own old numpy", "own torch", "epoch"]
+SOURCES = ["python", "numpy", "torch", "own numpy", "own torch", "epoch"]
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import horovod
-import pytest
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
@@ -28,29 +26,6 @@ def built_with(folder: Path, **notes: bool) -> dict[str, str]:
 
 def run(env: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=60)
-
-
-def imported(stderr: str) -> set[str]:
-    """The names in the report of `python -X importtime`, whichever process wrote it."""
-    return set(re.findall(r"import time: .*\| +([\w.]+)$", stderr, re.MULTILINE))
-
-
-@pytest.mark.parametrize(
-    ("controller", "unwanted"),
-    [
-        (
-            "--mpi",
-            {"torch", "yaml", "multiprocessing.spawn", "horovod.runner.gloo_run", "horovod.runner.http.http_server"},
-        ),
-        ("--gloo", {"torch", "yaml"}),
-    ],
-)
-def test_the_launcher_loads_no_more_than_it_needs(tmp_path: Path, controller: str, unwanted: set[str]) -> None:
-    env = built_with(tmp_path, mpi=True, gloo=True) | {"PYTHONPROFILEIMPORTTIME": "1"}
-    done = run(env, str(HOROVODRUN), controller, "-np", "1", "echo", "started")
-    assert "started" in done.stdout
-    assert "horovod.runner.launch" in imported(done.stderr)
-    assert imported(done.stderr) & unwanted == set()
 
 
 def test_the_controller_is_chosen_by_what_the_build_noted(tmp_path: Path) -> None:

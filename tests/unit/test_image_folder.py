@@ -6,10 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
-from examples.datasets import images
-from examples.datasets.images import KINDS, SIZE, draw, draw_images, load_images
+from examples.datasets.images import KINDS, SIZE, draw_images, load_images
 from trainer import DataError
 
 
@@ -29,28 +27,6 @@ def test_every_host_draws_the_same_images_of_every_kind(tmp_path: Path) -> None:
     assert train.classes == test.classes == sorted(KINDS)
     assert (len(train), len(test)) == (3 * len(KINDS), 2 * len(KINDS))
     assert (train[0][0].mode, test[0][0]) == ("RGB", (SIZE, SIZE))
-
-
-def test_an_interrupted_drawing_leaves_nothing_and_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-
-        def interrupt(kind: str, numbers: random.Random) -> Image.Image:
-            if kind == KINDS[2]:
-                raise KeyboardInterrupt
-            return draw(kind, numbers)
-
-        patched.setattr(images, "draw", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            draw_images(tmp_path / "drawn", train=1, test=1)
-    assert list(tmp_path.iterdir()) == []
-    draw_images(tmp_path / "drawn", train=1, test=1)
-    assert len(contents(tmp_path / "drawn")) == 2 * len(KINDS)
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=f"^{tmp_path}/file cannot be written: "):
-        draw_images(tmp_path / "file" / "drawn")
 
 
 def test_a_folder_without_classes_or_with_others_is_named(tmp_path: Path) -> None:

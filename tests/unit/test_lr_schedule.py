@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from torch.optim import SGD
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
@@ -17,12 +17,6 @@ from trainer.loop.lr_schedule import LearningRate, Schedule, UsersSchedule, make
 def test_the_warm_up_climbs_in_equal_steps_and_ends_at_the_scaled_rate() -> None:
     schedule = Schedule(scale=4.0, warmup_updates=3, total_updates=10)
     assert [schedule.factor(update) for update in range(5)] == pytest.approx([2.0, 3.0, 4.0, 4.0, 4.0])
-
-
-def test_a_global_batchs_rate_climbs_from_zero() -> None:
-    config = TrainerConfig(global_batch_size=64, warmup_epochs=0.4)
-    schedule = make_schedule(config, world_size=4, updates_per_epoch=10, epochs=5)
-    assert [schedule.factor(update) for update in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
 
 
 def test_the_cosine_starts_at_the_scaled_rate_is_half_of_it_midway_and_ends_at_zero() -> None:
@@ -96,6 +90,14 @@ def test_a_scheduler_of_the_users_steps_per_update_or_per_epoch() -> None:
         assert optimizer.param_groups[0]["lr"] == expected[1]
     with pytest.raises(ConfigError, match="lr_scheduler_per is 'step'; valid are update, epoch"):
         UsersSchedule(scheduler, "step")
+
+
+def test_a_scheduler_that_ends_before_the_training_is_told() -> None:
+    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    schedule = UsersSchedule(OneCycleLR(optimizer, max_lr=0.1, total_steps=8), "update")
+    schedule.check_steps(updates=8, epochs=2)
+    with pytest.raises(ConfigError, match=r"made for 8 steps \(total_steps\), and 12 are to be taken, one per update"):
+        schedule.check_steps(updates=12, epochs=3)
 
 
 def test_a_scheduler_that_watches_the_loss_gets_it() -> None:

@@ -9,7 +9,7 @@ import pytest
 from examples import datasets
 from examples.datasets import load_dataset, mnist
 from examples.datasets.mnist import download_mnist, read_mnist
-from tests.unit.mnist_files import NAMES, TEST_LABELS, TRAIN_IMAGES, below, write_mnist
+from tests.unit.mnist_files import NAMES, below, write_mnist
 from trainer.cluster.world import World
 from trainer.data.loader import InMemory
 from trainer.errors import DataError
@@ -42,17 +42,6 @@ def test_a_download_leaves_the_four_files_and_nothing_else(tmp_path: Path, monke
     assert [len(part) for part in read_mnist(data_dir / "MNIST" / "raw")] == [12, 4]
 
 
-def test_a_download_replaces_what_an_earlier_one_left_incomplete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mnist, "_DOWNLOAD", downloading(write_mnist(tmp_path / "mirror")))
-    data_dir = tmp_path / "data"
-    write_mnist(data_dir / "MNIST" / "raw", gz=True, replace={TRAIN_IMAGES: b"cut"})
-    (data_dir / "MNIST" / "raw" / f"{TEST_LABELS}.gz").unlink()
-    assert download_mnist(data_dir) is None
-    assert [len(part) for part in read_mnist(data_dir / "MNIST" / "raw")] == [12, 4]
-
-
 @pytest.mark.parametrize(
     ("command", "problem"),
     [
@@ -82,16 +71,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_are_digits(datasets: tuple[InMemory, InMemory]) -> None:
     assert [len(part) for part in datasets] == [1500, 297]
-
-
-@pytest.mark.parametrize("name", ["auto", "mnist"])
-def test_mnist_is_downloaded_where_it_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    monkeypatch.setattr(mnist, "_DOWNLOAD", downloading(write_mnist(tmp_path / "mirror")))
-    train, test = load_dataset(name, tmp_path / "data", World())
-    assert (len(train), len(test)) == (12, 4)
-    assert capsys.readouterr().err == f"trainer: no MNIST in {tmp_path / 'data'}; downloading it\n"
 
 
 @pytest.mark.usefixtures("offline")

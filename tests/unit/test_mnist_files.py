@@ -12,17 +12,7 @@ import pytest
 import torch
 
 from examples.datasets.mnist import find_mnist, read_mnist
-from tests.unit.mnist_files import (
-    NAMES,
-    TEST_IMAGES,
-    TEST_LABELS,
-    TRAIN_IMAGES,
-    TRAIN_LABELS,
-    idx,
-    images,
-    labels,
-    write_mnist,
-)
+from tests.unit.mnist_files import TEST_LABELS, TRAIN_IMAGES, TRAIN_LABELS, idx, images, labels, write_mnist
 from trainer.errors import DataError
 
 
@@ -41,16 +31,6 @@ IMAGES = images(12)
 DAMAGED = {
     "empty": (b"", "begins with nothing"),
     "a web page": (b"<html>404 Not Found</html>", "is no IDX file of bytes with 3 dimensions: it begins with 3c68746d"),
-    "labels": (labels(12), "begins with 00000801, not 00000803"),
-    "floats": (b"\0\0\x0d\3" + IMAGES[4:], "begins with 00000d03"),
-    "no images of a size": (
-        b"\0\0\x08\3" + struct.pack(">3I", 0, 0xFEFFFFFF, 0xFFCA0000),
-        "at most 268,435,456 are read",
-    ),
-    "cut in the magic number": (IMAGES[:3], "begins with 000008"),
-    "cut after the magic number": (IMAGES[:4], "is truncated"),
-    "cut in a dimension": (IMAGES[:9], "is truncated"),
-    "cut after a dimension": (IMAGES[:12], "is truncated"),
     "cut after the head": (IMAGES[:16], "is truncated: its head announces 12 × 28 × 28 bytes, 9424 with the head"),
     "cut in the last image": (IMAGES[:-1], "is truncated.*and it has 9423"),
     "too long": (IMAGES + b"\0", "is too long.*and it has 9425"),
@@ -60,11 +40,10 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("gz", [False, True])
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path: Path, damage: str, gz: bool) -> None:
+def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path: Path, damage: str) -> None:
     content, message = DAMAGED[damage]
-    write_mnist(tmp_path, gz=gz, replace={TRAIN_IMAGES: content})
+    write_mnist(tmp_path, replace={TRAIN_IMAGES: content})
     with pytest.raises(DataError, match=message) as caught:
         read_mnist(tmp_path)
     assert TRAIN_IMAGES in str(caught.value)
@@ -82,30 +61,8 @@ PACKED = gzip.compress(IMAGES)
 
 @pytest.mark.parametrize(
     "content",
-    [
-        PACKED[:5],
-        PACKED[: len(PACKED) // 2],
-        PACKED[:-4],
-        flip(PACKED, 0),
-        flip(PACKED, 10),
-        flip(PACKED, len(PACKED) // 2),
-        flip(PACKED, len(PACKED) - 6),
-        IMAGES,
-        zlib.compress(IMAGES),
-        PACKED + b"more",
-    ],
-    ids=[
-        "cut in its head",
-        "cut in the middle",
-        "cut in its checksum",
-        "another magic number",
-        "damaged at the start",
-        "damaged in the middle",
-        "wrong checksum",
-        "not compressed",
-        "compressed otherwise",
-        "something after it",
-    ],
+    [PACKED[: len(PACKED) // 2], flip(PACKED, len(PACKED) // 2), zlib.compress(IMAGES)],
+    ids=["cut in the middle", "damaged in the middle", "compressed otherwise"],
 )
 def test_a_damaged_archive_is_named(tmp_path: Path, content: bytes) -> None:
     write_mnist(tmp_path, gz=True)
@@ -114,11 +71,10 @@ def test_a_damaged_archive_is_named(tmp_path: Path, content: bytes) -> None:
         read_mnist(tmp_path)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     write_mnist(tmp_path)
-    (tmp_path / name).unlink()
-    with pytest.raises(DataError, match=f"{name} cannot be read: No such file"):
+    (tmp_path / TEST_LABELS).unlink()
+    with pytest.raises(DataError, match=f"{TEST_LABELS} cannot be read: No such file"):
         read_mnist(tmp_path)
 
 
@@ -126,7 +82,6 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     ("name", "content", "message"),
     [
         (TRAIN_LABELS, labels(11), f"{TRAIN_IMAGES} holds 12 images, but .*{TRAIN_LABELS} holds 11 labels"),
-        (TEST_LABELS, labels(12), f"{TEST_IMAGES} holds 4 images, but .*{TEST_LABELS} holds 12 labels"),
         (TEST_LABELS, idx(np.array([0, 9, 10, 3], dtype=np.uint8)), f"{TEST_LABELS} holds the label 10"),
     ],
 )

@@ -88,9 +88,7 @@ def test_a_network_that_this_host_does_not_have_is_an_error(
     [
         ({}, "10.9.9.9", "=eth8"),
         ({}, "127.0.0.1", None),
-        ({}, None, None),
         ({"OMPI_MCA_btl_tcp_if_include": "10.0.0.0/31,10.1.2.2/31"}, None, "=eth7"),
-        ({"OMPI_MCA_btl_tcp_if_include": "10.1.2.0/24", "TRAINER_NETWORK": "10.9.9.0/24"}, None, "=eth8"),
         ({"NCCL_SOCKET_IFNAME": "ib0"}, "10.9.9.9", "ib0"),
     ],
 )
@@ -124,7 +122,6 @@ def test_gloo_listens_on_the_jobs_interface_unless_it_is_told_another(
         (False, "10.1.2.3", "", "10.1.2.3"),
         (False, "10.1.2.3", "10.9.0.0/16", "10.9.9.9"),
         (False, "127.0.0.1", "", None),  # rank 0's host, whose name is one for the loopback address
-        (False, None, "", None),
     ],
 )
 def test_the_jobs_address_under_a_launcher_that_sets_master_addr(

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from tests.distributed.harness import checks_in
 from tests.distributed.jobs import HANDLE
 from tests.distributed.reference import make_data, make_model, sgd
-from trainer import ConfigError, InMemory, Run, Trainer, TrainerConfig, TrainerError, World, init
+from trainer import ConfigError, InMemory, Trainer, TrainerConfig, TrainerError, World, init
 from trainer.strategies.single import SingleStrategy
 
 CHECKS = checks_in(HANDLE)
@@ -143,41 +143,6 @@ def test_a_collate_function_makes_the_batches_with_and_without_workers(options: 
         batches = list(loader)
         assert [batch.codes.tolist() for batch in batches] == [[97, 98], [99, 100], [101]]
         assert {batch.moved_to for batch in batches} == {"cpu"}
-
-
-def scaled_step(run: Run, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, loss: Tensor) -> None:
-    run.backward(scaler.scale(loss))
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_epoch_of_fp16_goes_on_after_an_infinite_gradient(fused: bool) -> None:
-    """The gradient scaler starts at 65536, where a loss of this size overflows: that step is skipped."""
-    run, model = init("single", device="cpu", precision="fp16"), nn.Linear(1, 1)
-    forward, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6, fused=fused))
-    scaler, before = torch.amp.GradScaler("cpu"), model.weight.item()
-    scaled_step(run, optimizer, scaler, forward(torch.full((1, 1), 1e36)).sum())
-    assert model.weight.item() == before
-    for _ in range(3):
-        scaled_step(run, optimizer, scaler, forward(torch.ones(1, 1)).sum())
-    assert model.weight.item() == pytest.approx(before - 3e-6, abs=1e-7)
-
-
-def test_a_step_under_fp16_that_no_scaler_takes_is_told_what_to_write() -> None:
-    run, model = init("single", device="cpu", precision="fp16"), nn.Linear(1, 1)
-    forward, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
-    before = model.weight.item()
-    disabled = torch.amp.GradScaler("cpu", enabled=False)
-    for step in (optimizer.step, lambda: disabled.step(optimizer)):
-        run.backward(forward(torch.ones(1, 1)).sum())
-        with pytest.raises(TrainerError, match="not called by an enabled GradScaler"):
-            step()
-    assert model.weight.item() == before
-    with pytest.raises(ConfigError, match="a closure cannot be combined with fp16"):
-        optimizer.step(lambda: 0.0)
 
 
 def test_fp16_without_a_prepared_optimizer_is_refused() -> None:

@@ -142,14 +142,6 @@ def test_a_penalty_on_gradients_has_the_second_derivatives_of_the_whole_batch() 
     torch.testing.assert_close(torch.cat([part.grad for part in parts if part.grad is not None]), taken.grad)
 
 
-def test_a_layer_in_two_places_is_replaced_in_both() -> None:
-    shared = nn.BatchNorm1d(3)
-    model = nn.Sequential(shared, nn.Linear(3, 3), shared)
-    convert_sync_batch_norm(model, alone)
-    assert isinstance(model[0], GlobalBatchNorm)
-    assert model[2] is model[0]
-
-
 class InAJob:
     """What a strategy is: neither to be copied nor to be pickled."""
 

@@ -13,13 +13,11 @@ from examples.strategies.parameter_server.wire import decode, encode
 from trainer.checkpoint.disk.committed import Manifest, load, name_of
 from trainer.checkpoint.disk.durable import FileEntry
 from trainer.checkpoint.disk.lock import lock_folder
-from trainer.errors import ConfigError, DataError, TrainerError
+from trainer.errors import DataError, TrainerError
 from trainer.files import save_atomically
 from trainer.ops.supervise.folder import Events, locked
-from trainer.ops.supervise.hosts import parse_hosts
 from trainer.report.run_record import _append, _checkpoints_of, _keep
 from trainer.untrusted import parse_json, read_file
-from trainer.watch.heartbeat import Heartbeat
 from trainer.watch.job_folder import parse_verdict
 
 DEEP = "[" * 100_000
@@ -99,21 +97,6 @@ def test_what_is_written_follows_no_link_of_somebody_else(name: str, tmp_path: P
     assert precious.read_text() == "text\n"
     assert not any(path.read_bytes() == b"text\n" for path in folder.iterdir() if not path.is_symlink())
     assert {path.name for path in folder.iterdir()} == before | ({name} - {".model.pt.partial"})
-
-
-@pytest.mark.parametrize("text", ["a:" + "9" * 5000, "a:٣", "a:0"])
-def test_slots_are_a_number_of_six_digits(text: str) -> None:
-    with pytest.raises(ConfigError, match="valid is HOST:SLOTS"):
-        parse_hosts(text)
-
-
-def test_a_heartbeat_names_its_process() -> None:
-    heartbeat = Heartbeat(rank=1)
-    heartbeat.pid = 12
-    assert Heartbeat.from_bytes(bytes(heartbeat)) is not None
-    for head in (b"x", b"-1\n", b"0\n", b"1" * 20 + b"\n"):
-        heartbeat._head = b"trainer-heartbeat " + head
-        assert Heartbeat.from_bytes(bytes(heartbeat)) is None
 
 
 @pytest.mark.parametrize("kind", ["O", "f4,f4", "V0", "(9999,9999)f4", "float", ""])
