@@ -49,16 +49,13 @@ def check_compressed_rounds_end_with_the_same_weights_near_the_exact_ones(strate
         assert_equal(model, exact, tolerance)
 
 
-def check_compressed_training_goes_on_from_a_checkpoint(strategy: Strategy) -> None:
-    _check_going_on(strategy, compression="powersgd:1")
-
-
 def check_local_training_goes_on_from_a_checkpoint(strategy: Strategy) -> None:
-    _check_going_on(strategy)
+    for compression in ("none", "powersgd:1"):
+        goes_on(strategy, sync_every=3, full_updates=1, outer_lr=0.7, compression=compression)
 
 
-def _check_going_on(strategy: Strategy, **others: Any) -> None:
-    settings: dict[str, Any] = {"sync_every": 3, "full_updates": 1, "outer_lr": 0.7, **others}
+def goes_on(strategy: Strategy, **settings: Any) -> None:
+    """Train with these settings; an interrupted training ends with the weights of one that was not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks_checkpoints, "init", partial(init, **settings))
         with shared_folder(strategy) as folder:

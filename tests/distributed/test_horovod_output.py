@@ -101,8 +101,3 @@ def test_each_line_is_one_write_with_its_mark() -> None:
     words = pass_on(b"one\ntwo\r\n", b"10 %\r20 %\r", "\u00e9".encode()[:1], "\u00e9\n".encode()[1:], b"odd \xff")
     lines = ["one\n", "two\r\n", "10 %\r", "20 %\r", "\u00e9\n", "odd \ufffd"]
     assert words == [f"[0]<stdout>:{line}" for line in lines]
-
-
-def test_a_line_without_an_end_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "LONGEST_LINE", 1000)
-    assert [len(words) - len("[0]<stdout>:") for words in pass_on(b"x" * 1500 + b"\n" + b"y" * 1000)] == [1501, 1000]

@@ -23,10 +23,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return drawn
 
 
-def job(launcher: str, ranks: int, folder: Path, *options: str, hangs_at: str = "") -> Outcome:
+def job(launcher: str, ranks: int, folder: Path, *options: str) -> Outcome:
     small = ["--size", "40", "--batch-size", "10", "--epochs", str(EPOCHS), "--warm-up", "5", "--workers", "1"]
     script = ["examples/image_folder.py", "--data-dir", str(folder), *small, *options]
-    return run_job(launcher, ranks, script, env={"OMP_NUM_THREADS": "1"}, hangs_at=hangs_at, timeout_s=240)
+    return run_job(launcher, ranks, script, env={"OMP_NUM_THREADS": "1"}, timeout_s=240)
 
 
 def losses_in(output: str) -> dict[int, float]:

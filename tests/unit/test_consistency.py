@@ -47,14 +47,6 @@ def test_equal_facts_are_gathered_once_and_raise_nothing() -> None:
     assert (rank.asked, rank.sent) == (1, 64), "their hash alone"
 
 
-def test_a_difference_is_named_with_both_ranks_hosts_and_values() -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_consistency(Gathered(("a", {"epochs": "3"}), ("b", {"epochs": "5"})), {"epochs": 3})
-    assert str(caught.value) == (
-        "ranks disagree about epochs: rank 0 on host a has 3, rank 2 on host b has 5; they must be the same everywhere"
-    )
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "message"),
     [
@@ -137,17 +129,6 @@ def test_ranks_are_compared_often_at_first_and_then_every_1024_backward_passes()
             due.append(number)
     assert due == [0, *(2**power for power in range(11)), 2048, 3072]
     assert rank.asked == len(due)
-
-
-@pytest.mark.parametrize(("ranks", "odd", "same"), [(2, 1, 0), (2, 0, 0), (3, 0, 1), (3, 1, 0), (3, 2, 0)])
-def test_the_rank_that_has_drawn_other_batches_is_named(ranks: int, odd: int, same: int) -> None:
-    positions = [(0, 2, 7 + (rank == odd)) for rank in range(ranks)]
-    found = one_error(compare(ranks, lambda rank, check: when_due(check, positions[rank], [], [])), TrainerError)
-    named = odd if ranks > 2 else 1  # of two ranks, neither is the odd one
-    assert (
-        f"rank {named} on host a is at batch {positions[named][2]} of loader 0, in its epoch 2 (from 0), "
-        f"rank {same} is at batch {positions[same][2]} of loader 0"
-    ) in found
 
 
 def test_a_loader_or_an_epoch_that_one_rank_alone_has_begun_is_named() -> None:

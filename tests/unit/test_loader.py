@@ -105,17 +105,6 @@ def test_any_number_of_samples_takes_no_table_and_other_ranks_go_on_within_its_e
     assert [batch.tolist() for batch in itertools.islice(again, 10)] == whole[40:]
 
 
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_a_rank_without_samples_gets_a_padding_batch_of_weight_zero(in_memory: bool) -> None:
-    data = numbered(9)
-    dataset = data if in_memory else Pairs(data.inputs, data.targets)
-    first, last = steps_of(ShardedLoader(dataset, 2, world=world(3, 4)))
-    assert (first.count, first.weight) == (2, 1.0)
-    assert (last.count, last.weight) == (0, 0.0)
-    assert last.batch[0].shape == (2, 2)
-    assert last.batch[1].tolist() == permutation(9, epoch=0, seed=0)[:2].tolist()
-
-
 def weighted(generator: torch.Generator | None) -> WeightedRandomSampler:
     return WeightedRandomSampler([0.0, 1.0, 9.0, 0.0, 1.0], num_samples=40, generator=generator)
 

@@ -194,33 +194,6 @@ def test_a_rank_that_steps_without_a_backward_pass_keeps_to_the_others_rounds(fu
     assert kinds == ["whole"] * full + ["weights"] * (3 - full // 2)
 
 
-@pytest.mark.parametrize("outer", [None, Outer(lr=0.7, momentum=0.9)])
-def test_two_optimizers_of_one_model_are_one_update_and_end_with_the_same_weights(outer: Outer | None) -> None:
-    threads = Threads(RANKS)
-
-    def job(rank: int, strategy: Strategy) -> Tensor:
-        replica = Rank(rank, strategy, every=2, full_updates=1, outer=outer)
-        optimizers = [torch.optim.SGD([parameter], lr=0.01) for parameter in replica.model.parameters()]
-        for step in range(5):
-            replica.steps = step
-            replica.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                replica.synchronizer.after_step()
-            # The first round begins after both optimizers' steps of the synchronous update.
-            assert replica.synchronizer._has_begun == (step > 0)
-            if step == 0:
-                # Nothing differs yet, and an outer step would be one from weights of before.
-                replica.synchronizer.average_weights()
-        replica.synchronizer.average_weights()
-        return replica.weights()
-
-    first, second = threads.run(job)
-    assert torch.equal(first, second)
-    # A whole update's gradients, the averages of two rounds, and what the second optimizer has done since.
-    assert [name.partition(".")[0] for name, _ in threads.messages].count("weights") == 3
-
-
 @pytest.mark.parametrize("full", [0, 3])
 def test_a_parameter_that_no_rank_reaches_stays_as_it_was_and_gets_no_gradient(full: int) -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor | None, Tensor, Tensor]:

@@ -113,20 +113,3 @@ def test_ranks_that_begin_with_different_weights_end_with_the_same(compression: 
 
     weights, _, _ = run(compression, job)
     assert float((weights[: 64 * 48] - 2).abs().max()) < 0.01
-
-
-def test_a_frozen_parameter_stays_and_one_that_is_gone_is_done_without() -> None:
-    kept: list[Tensor] = []
-
-    def job(training: Changed) -> None:
-        for _ in range(EVERY):
-            training.step()
-        training.model[0].requires_grad_(False)
-        before = training.model[0].detach().clone()
-        training.model = nn.ParameterList([*training.model][:2])
-        for _ in range(2 * EVERY):
-            training.step(scale=0.0)
-        kept.append((training.model[0].detach() - before).abs().max())
-
-    run("powersgd:1", job)
-    assert kept == [0.0] * RANKS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.ranks_as_threads import Threads
-from tests.unit.test_local_sgd import RANKS, Outer, Rank, standing
+from tests.unit.test_local_sgd import RANKS, Outer, Rank
 from trainer.strategies.base import Strategy
 
 
@@ -59,42 +59,6 @@ def test_a_run_goes_on_from_its_state_as_if_it_had_not_been_interrupted(outer: O
 
     for uninterrupted, resumed in Threads(RANKS).run(job):
         assert torch.equal(uninterrupted, resumed)
-
-
-def test_a_state_that_some_ranks_alone_have_stays_as_it_is() -> None:
-    def job(rank: int, strategy: Strategy) -> list[list[float]]:
-        replica = Rank(rank, strategy, every=2)
-        optimizer = torch.optim.SGD(replica.model.parameters(), lr=0.1, momentum=0.9)
-        for place, parameter in enumerate(replica.model.parameters()):
-            if place != rank:  # each rank has reached another branch
-                optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, rank + 1.0)
-            optimizer.state[parameter]["sum"] = torch.full_like(parameter, float(rank))
-        replica.train(1)
-        replica.synchronizer.average_weights([optimizer])
-        return [
-            sorted({float(value.mean()) for value in optimizer.state[parameter].values()})
-            for parameter in replica.model.parameters()
-        ]
-
-    assert Threads(RANKS).run(job) == [[[0.5], [0.5, 1.0]], [[0.5, 2.0], [0.5]]]
-
-
-@pytest.mark.parametrize("saved", [{}, {"weight": torch.ones(1, 1)}], ids=["none", "another shape"])
-def test_a_parameter_without_an_anchor_in_the_state_begins_at_the_loaded_weights(saved: dict[str, Tensor]) -> None:
-    def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
-        replica = Rank(rank, strategy, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
-        replica.train(1)
-        state = replica.synchronizer.state_dict()
-        anchors, velocities = ({"bias": state[kind]["bias"].clone(), **saved} for kind in ("anchors", "velocities"))
-        other = Rank(rank, strategy, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
-        next(other.model.parameters()).data.add_(5)
-        loaded = other.weights()
-        other.synchronizer.load_state_dict({**state, "anchors": anchors, "velocities": velocities})
-        other.train(2)
-        return loaded, other.weights()
-
-    for loaded, weights in Threads(RANKS).run(job):
-        torch.testing.assert_close(loaded, weights)
 
 
 def test_settling_leaves_states_that_are_no_numbers_for_each_weight_as_they_are() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.unit.ranks_as_threads import Threads
 from trainer import World
 from trainer.cluster import rendezvous as module
 from trainer.cluster.rendezvous import Rendezvous, _open_file, _share_memory, init_process_group
@@ -21,36 +22,25 @@ from trainer.cluster.rendezvous import Rendezvous, _open_file, _share_memory, in
 DESCRIPTORS = Path("/proc/self/fd")
 
 
-class Exchange:
-    """What the threads share that stand for the ranks of a job: each rank's text, and a barrier."""
-
-    def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks, timeout=30)
-        self.texts = [""] * ranks
-
-
 class ThreadRendezvous(Rendezvous):
     """The rendezvous of a rank that is a thread."""
 
-    def __init__(self, world: World, exchange: Exchange) -> None:
+    def __init__(self, world: World, threads: Threads) -> None:
         self.close = lambda: None
-        self._rank, self._exchange = world.rank, exchange
+        self._gather = threads.strategy(world.rank).all_gather_object
 
     def all_gather(self, text: str) -> list[str]:
-        self._exchange.texts[self._rank] = text
-        self._exchange.barrier.wait()
-        texts = list(self._exchange.texts)
-        self._exchange.barrier.wait()
+        texts: list[str] = self._gather(text)
         return texts
 
 
 def stores_of(ranks: int) -> list[Any]:
     """Return the store of each rank of a new start."""
-    exchange = Exchange(ranks)
+    threads = Threads(ranks)
 
     def share(rank: int) -> Any:
         world = World(rank=rank, size=ranks)
-        return _share_memory(world, ThreadRendezvous(world, exchange))
+        return _share_memory(world, ThreadRendezvous(world, threads))
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(share, range(ranks)))
@@ -138,7 +128,7 @@ def test_a_job_on_one_host_serves_no_store(
     hosts: tuple[str, str], is_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On several hosts it does, as without a file that all ranks can open."""
-    exchange, stores, this = Exchange(2), {}, threading.local()
+    threads, stores, this = Threads(2), {}, threading.local()
     monkeypatch.setattr(module, "host_id", lambda: hosts[this.rank])
     monkeypatch.setattr(module, "address_toward", lambda _: "127.0.0.1")
     monkeypatch.setattr(module, "choose_gloo_interface", lambda _: None)
@@ -147,7 +137,7 @@ def test_a_job_on_one_host_serves_no_store(
     def join(rank: int) -> None:
         this.rank = rank
         world = World(rank=rank, size=2)
-        init_process_group("gloo", world, ThreadRendezvous(world, exchange))
+        init_process_group("gloo", world, ThreadRendezvous(world, threads))
 
     with closed_afterwards():
         with ThreadPoolExecutor(2) as pool:
