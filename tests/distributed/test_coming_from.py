@@ -20,7 +20,7 @@ AFTER = {
     "accelerate": "after",
     "lightning-horovod": "lightning_horovod_after",
 }
-NEEDS_PEERS = pytest.mark.needs("peers")
+PEERS = [pytest.mark.needs("peers"), pytest.mark.slow]
 
 
 @cache
@@ -41,7 +41,7 @@ def losses(launcher: str, script: str, *options: str, ranks: int = 2) -> list[fl
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=NEEDS_PEERS if BEFORE[page] == "peers" else ()) for page in BEFORE]
+    "page", [pytest.param(page, marks=PEERS if BEFORE[page] == "peers" else ()) for page in BEFORE]
 )
 def test_the_losses_are_equal_before_and_after(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -50,12 +50,14 @@ def test_the_losses_are_equal_before_and_after(page: str, monkeypatch: pytest.Mo
     assert after[1] < after[0]
 
 
+@pytest.mark.slow
 def test_trainer_has_the_losses_of_the_loop() -> None:
     # Lightning's own strategy is gone, so what came after it is compared with the loop that equals Horovod's.
     after = losses("python", "lightning_horovod_after", ranks=1)
     assert after == pytest.approx(losses("python", "horovod_after", ranks=1), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_horovods_own_calls_stand_beside_ours() -> None:
     first, second = losses("horovodrun-mpi", "horovod_beside")
     assert second < first

@@ -98,11 +98,9 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     return track
 
 
+@pytest.mark.slow
 @pytest.mark.needs("peers")
-@pytest.mark.parametrize(
-    "script",
-    ["Trainer", pytest.param("own loop", marks=pytest.mark.slow)],  # tests/unit/test_loop_report.py has run.log_to
-)
+@pytest.mark.parametrize("script", ["Trainer", "own loop"])
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_a_run_that_goes_on_is_one_run_of_the_tracker(
     tracked: Callable[[str], tuple[Points, Points]], tracker: str, script: str

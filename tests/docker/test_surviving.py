@@ -87,23 +87,6 @@ def said(outcome: Outcome) -> list[str]:
     return [line for line in outcome.output.splitlines() if line.startswith("trainer run: ")]
 
 
-# tests/distributed/test_supervise.py has it with an ssh that fails.
-@pytest.mark.slow
-def test_a_lost_node_is_done_without(supervised: Supervised, tmp_path: Path) -> None:
-    victim = supervised.cluster.container("b")
-    supervised.start("--min-np", "2", epochs=20, pause_s=0.05)
-    supervised.wait_for("epoch 5/")
-    succeed(["docker", "kill", victim])
-    supervised.wait_for("attempt 2: 2 ranks on a:2.*going on from checkpoint attempt-0001.*epoch ")
-    outcome = supervised.end()
-    succeed(["docker", "start", victim])
-    assert outcome.code == 0, outcome.output
-    assert any("attempt 1: host b is lost: " in line for line in said(outcome))
-    result = supervised.result(tmp_path)
-    assert len(result.lineage) == 2
-    assert result.accuracy > 90
-
-
 def _disconnect(cluster: Cluster) -> Callable[[], None]:
     ends = [cluster.network, cluster.container("b")]
     succeed(["docker", "network", "disconnect", *ends])

@@ -32,7 +32,7 @@ def test_a_target_raises_only_what_is_documented(target: Target) -> None:
 
     # The same inputs every time: new ones are for `make fuzz`, which also bounds the time that each takes.
     @settings(
-        max_examples=INPUTS or 60, derandomize=not INPUTS, deadline=1000 if INPUTS else None,
+        max_examples=INPUTS or 30, derandomize=not INPUTS, deadline=1000 if INPUTS else None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(data=st.builds(changed, st.sampled_from(valid), EDITS))

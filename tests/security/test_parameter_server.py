@@ -18,7 +18,7 @@ from trainer import World
 from trainer.cluster.identity import prove
 
 TOKEN = os.urandom(32).hex()
-STRANGERS = 500
+STRANGERS = 100
 
 
 @pytest.fixture(scope="module")

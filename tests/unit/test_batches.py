@@ -209,15 +209,6 @@ def test_a_sampler_is_seeded_without_the_generators_of_gpus(monkeypatch: pytest.
     assert len(list(ShardedLoader(Rows(4), 2, sampler=torch.randperm(4).tolist()))) == 2
 
 
-def test_a_batch_may_be_of_tensors_and_a_dataset_may_have_other_keys() -> None:
-    drawn: list[Any] = [torch.tensor([1, 0]), np.array([2]), (3,)]
-    assert [batch.tolist() for batch in ShardedLoader(Rows(4), batch_sampler=drawn)] == [[1, 0], [2], [3]]
-    keys = [[(3, "large"), (1, "large")], [(2, "small")]]
-    assert list(ShardedLoader(Rows(4), batch_sampler=keys, collate_fn=list)) == keys
-    with pytest.raises(ConfigError, match="InMemory has its samples by number"):
-        list(ShardedLoader(numbered(4), batch_sampler=keys))
-
-
 @pytest.mark.parametrize("drawn", [[3], [[]], ["ab"]])
 def test_what_is_no_batch_is_told(drawn: list[Any]) -> None:
     with pytest.raises(ConfigError, match=r"the batch sampler has drawn .*; a batch is a list of at least one index"):

@@ -23,7 +23,6 @@ raw.mkdir(parents=True)
 """
 DOWNLOAD_FAILS = DOWNLOAD_HALF + "print('Traceback: many lines', file=sys.stderr); sys.exit('no route to host')"
 DOWNLOAD_STALLS = DOWNLOAD_HALF + "import time; time.sleep(60)"
-DOWNLOAD_SAYS_NOTHING = "raise SystemExit(3)"
 
 
 def downloading(files: Path) -> str:
@@ -44,13 +43,8 @@ def test_a_download_leaves_the_four_files_and_nothing_else(tmp_path: Path, monke
 
 @pytest.mark.parametrize(
     ("command", "problem"),
-    [
-        (DOWNLOAD_FAILS, "no route to host"),
-        (DOWNLOAD_STALLS, "it took longer than 1 s"),
-        (DOWNLOAD_SAYS_NOTHING, "torchvision gave no reason"),
-        ("pass", "left no files"),
-    ],
-    ids=["fails", "stalls", "says nothing", "leaves nothing"],
+    [(DOWNLOAD_FAILS, "no route to host"), (DOWNLOAD_STALLS, "it took longer than 1 s"), ("pass", "left no files")],
+    ids=["fails", "stalls", "leaves nothing"],
 )
 def test_a_download_that_fails_says_why_and_leaves_nothing_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, problem: str

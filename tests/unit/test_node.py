@@ -85,16 +85,6 @@ def test_an_archive_with_another_file_is_refused_before_anything_is_written(tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_invalid_input_to_import_is_one_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(NODE), "keys", "import"], input=b"hello", capture_output=True, check=False,
-        env={"TRAINER_CLUSTER_DIR": str(tmp_path), "PATH": "/usr/bin"},
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr.startswith(b"trainer: stdin is not the output of `trainer-node keys export NAME`")
-    assert done.stderr.count(b"\n") == 1
-
-
 @pytest.mark.parametrize("port", ["22", "x", "70000"])
 def test_an_invalid_port_is_one_line(tmp_path: Path, port: str) -> None:
     done = subprocess.run(

@@ -10,11 +10,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import nn
 
 from examples.strategies import STRATEGIES
 from trainer import ConfigError, World
-from trainer.config import RunConfig
 from trainer.strategies import choose_strategy, make_strategy
 
 TWO = World(size=2, local_size=2, launcher="mpirun")
@@ -82,18 +80,6 @@ def test_data_parallel_without_several_gpus_is_refused(monkeypatch: pytest.Monke
         make_strategy(STRATEGIES["data_parallel"], World())
     with pytest.raises(ConfigError, match="one process with several GPUs, but mpirun started 2 ranks"):
         make_strategy(STRATEGIES["data_parallel"], TWO)
-
-
-def test_data_parallel_wraps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    strategy = make_strategy(STRATEGIES["data_parallel"], World(device=torch.device("cuda", 0)))
-    assert strategy.description.startswith("DataParallel over 2 GPUs, rank 0 of 1")
-    model = nn.Linear(2, 1)
-    wrapped = strategy.wrap(model)
-    assert isinstance(wrapped, nn.DataParallel)
-    assert wrapped.module is model
-    with pytest.raises(ConfigError, match="each of whose GPUs normalizes its own part"):
-        strategy.check(RunConfig(sync_batch_norm=True))
 
 
 class Horovod(ModuleType):

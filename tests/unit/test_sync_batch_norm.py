@@ -74,12 +74,6 @@ def test_alone_it_equals_pytorchs_in_output_gradients_and_running_statistics(
     assert_equal(ours.eval()(inputs), theirs.eval()(inputs))
 
 
-def test_layers_for_sequences_keep_their_channels_in_dimension_1() -> None:
-    theirs, ours = twins(nn.BatchNorm1d)
-    inputs = torch.randn(4, 3, 7, dtype=torch.float64)
-    assert_equal(ours(inputs), theirs(inputs))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_goes_in_and_out_with_sums_in_float32(dtype: torch.dtype) -> None:
     seen: list[torch.dtype] = []

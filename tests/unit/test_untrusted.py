@@ -16,7 +16,7 @@ from trainer.checkpoint.disk.lock import lock_folder
 from trainer.errors import DataError, TrainerError
 from trainer.files import save_atomically
 from trainer.ops.supervise.folder import Events, locked
-from trainer.report.run_record import _append, _checkpoints_of, _keep
+from trainer.report.run_record import _append, _keep
 from trainer.untrusted import parse_json, read_file
 from trainer.watch.job_folder import parse_verdict
 
@@ -103,12 +103,3 @@ def test_what_is_written_follows_no_link_of_somebody_else(name: str, tmp_path: P
 def test_a_chunk_is_of_numbers(kind: str) -> None:
     with pytest.raises(ValueError, match="not a chunk"):
         decode(encode(kind, bytes(8)))
-
-
-def test_a_record_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "settings.json").write_bytes(b"\xff")
-    assert _checkpoints_of(tmp_path) is None
-    lines = b'\xff\n[]\n{"step": "a"}\n{"step": 1}\n'
-    (tmp_path / "steps.jsonl").write_bytes(lines + b'{"step": 2}\n{"st')
-    _keep(tmp_path / "steps.jsonl", lambda line: line["step"] <= 1)
-    assert (tmp_path / "steps.jsonl").read_bytes() == lines
