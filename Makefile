@@ -60,8 +60,8 @@ test-jobs: setup  ## Run the tests that start jobs, those of `make test` that `m
 test-security: setup  ## Attack the ports of jobs, a hundred jobs with both published exploits; minutes
 	@$(IN_VENV) python -m pytest tests/security $(ARGS)
 
-fuzz: setup  ## Send a hundred thousand inputs to each parser of what others may write; a table, in minutes
-	@$(IN_VENV) python -m tests.security.fuzz $(ARGS)
+fuzz: setup  ## Send a hundred thousand inputs to each parser of what others may write; takes long
+	@$(IN_VENV) FUZZ_INPUTS=100000 python -m pytest --timeout 0 -n auto tests/security/test_fuzz.py $(ARGS)
 
 test-docker: setup  ## Build the CPU image and run the tests with real nodes; needs a Docker engine
 	@$(MAKE) --no-print-directory containers ONLY="docker and not slow"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ _END_TIMEOUT_S = 5.0
 
 def pytest_configure() -> None:
     requirements.skipped()  # an unknown name ends the run here
+    # A shell has what it starts in the background ignore SIGINT, and so would all that tests start and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # there are as many workers as cores, or more
 

@@ -80,14 +80,6 @@ def check_channels_last_weights_equal_one_process(strategy: Strategy) -> None:
         assert_same_on_all_ranks(strategy, model)
 
 
-def check_channels_last_weights_with_compressed_gradients(strategy: Strategy) -> None:
-    data = make_images(3 * BATCH * strategy.world.size)
-    for compression in ("fp16", "bf16"):
-        model = train(strategy, data, batch_norm=False, compression=compression)
-        assert_equal(model, train_alone(data, BATCH * strategy.world.size, batch_norm=False), 5e-3)
-        assert_same_on_all_ranks(strategy, model)
-
-
 def check_an_order_that_differs_between_ranks_is_told(strategy: Strategy) -> None:
     if strategy.world.size == 1:
         return

@@ -128,15 +128,6 @@ def check_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(strat
         checkpoints.close()
 
 
-def check_checkpoints_change_nothing(strategy: Strategy) -> None:
-    expected = Training(strategy).train()
-    with shared_folder(strategy) as folder:
-        training = Training(strategy)
-        checkpoints = training.checkpoints(folder, every_updates=1)
-        assert_equal(strategy, training.train(), expected)
-        checkpoints.close()
-
-
 def check_a_signal_to_one_rank_stops_all_after_the_same_update(strategy: Strategy) -> None:
     expected = Training(strategy).train()
     for number in (signal.SIGTERM, signal.SIGUSR2):
@@ -156,24 +147,6 @@ def check_a_signal_to_one_rank_stops_all_after_the_same_update(strategy: Strateg
             assert training.totals["updates"] == stopped[0]
             assert_equal(strategy, training.train(), expected)
             checkpoints.close()
-
-
-def check_the_best_is_kept(strategy: Strategy) -> None:
-    with shared_folder(strategy) as folder:
-        training = Training(strategy)
-        checkpoints = training.checkpoints(folder, keep=1, best="max", every_epochs=1)
-        assert (checkpoints.newest_path, checkpoints.best_path) == (None, None)
-        for epoch in training.run.epochs(4):
-            for inputs, targets in training.loader:
-                training.run.backward(F.cross_entropy(training.forward(inputs), targets))
-                if training.run.sync_gradients:
-                    training.optimizer.step()
-                    training.optimizer.zero_grad()
-            checkpoints.rate([0.1, 0.9, 0.3, 0.2][epoch])
-        assert [checkpoints.newest_path, checkpoints.best_path] == find(folder)
-        checkpoints.close()
-        strategy.barrier()
-        assert [path.name[13:23] for path in find(folder)] == ["epoch-0004", "epoch-0002"]
 
 
 def check_what_does_not_fit_is_told_on_every_rank(strategy: Strategy) -> None:
@@ -216,19 +189,3 @@ def check_a_damaged_checkpoint_is_passed_over(strategy: Strategy) -> None:
         strategy.barrier()
         assert newest not in find(folder)
         assert older in find(folder)
-
-
-def check_a_checkpoint_that_cannot_be_written_ends_the_training_where_that_is_asked_for(strategy: Strategy) -> None:
-    with shared_folder(strategy) as folder:
-        for on_error in ("continue", "stop"):
-            training = Training(strategy)
-            checkpoints = training.checkpoints(folder / on_error, every_updates=2, on_error=on_error)
-            if (folder / on_error).exists() and strategy.world.is_root:
-                checkpoints._saver.error = TrainerError("the disk is full")
-            if on_error == "continue":
-                training.train()
-            else:
-                with pytest.raises(TrainerError, match="the disk is full; earlier checkpoints are kept"):
-                    training.train()
-            checkpoints.close()
-            strategy.barrier()

@@ -13,8 +13,9 @@ from torch import nn
 
 from tests.distributed import checks_checkpoints
 from tests.distributed.checks_checkpoints import Training, interrupt, shared_folder
-from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, make_trainer, train_one
-from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
+from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, make_trainer
+from tests.distributed.checks_local_training import goes_on
+from tests.distributed.reference import assert_equal, make_data, make_model, train_alone
 from trainer import ConfigError, init
 from trainer.strategies import base
 from trainer.strategies.base import Strategy
@@ -46,49 +47,9 @@ def check_wide_factors_equal_one_process(strategy: Strategy) -> None:
         assert_same_on_all_ranks(strategy, model)
 
 
-def check_narrow_factors_train_and_are_the_same_on_all_ranks(strategy: Strategy) -> None:
-    data = make_data(20 * BATCH * strategy.world.size + 1, torch.float32)
-    model = make_model(torch.float32)
-    whole = train_alone(model, data, batch=BATCH * strategy.world.size)
-    with all_matrices():
-        records = make_trainer(strategy, model, compression="powersgd:1", full_updates=1).fit(data, epochs=3)
-    assert records[-1].train_loss < 0.8 * records[0].train_loss
-    assert_same_on_all_ranks(strategy, model)
-    if strategy.world.size > 1:
-        with pytest.raises(AssertionError, match="differs by"):
-            assert_equal(model, whole, 1e-3)
-
-
-def check_full_updates_equal_one_process(strategy: Strategy) -> None:
-    model, data = make_model(), make_data(3 * BATCH * strategy.world.size)
-    expected = train_alone(model, data, batch=BATCH * strategy.world.size)
-    with all_matrices():
-        make_trainer(strategy, model, compression="powersgd:1", full_updates=3).fit(data, epochs=1)
-    assert_equal(model, expected, 1e-12)
-
-
-def check_two_models_are_approximated_beside_each_other(strategy: Strategy) -> None:
-    run = init(strategy, **WIDE)
-    expected, found = [], []
-    with all_matrices():
-        for seed in (1, 2):
-            model, data = make_model(seed=seed), make_data(2 * BATCH * strategy.world.size + 1)
-            expected.append(train_alone(model, data, batch=BATCH * strategy.world.size))
-            wrapped, optimizer = run.prepare(model, sgd(model))
-            found.append((model, wrapped, optimizer, data))
-    for model, wrapped, optimizer, data in found:
-        train_one(run, wrapped, optimizer, data)
-        assert_equal(model, expected.pop(0), 1e-11)
-
-
 def check_compression_goes_on_from_a_checkpoint(strategy: Strategy) -> None:
-    with all_matrices(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checks_checkpoints, "init", partial(init, compression="powersgd:1", full_updates=2))
-        expected, found = (weights_after(strategy, stop_after) for stop_after in (None, 5))
-    # The mean of three equal errors may differ from them by a rounding, which AdamW divides by a small number.
-    tolerance = 1e-9 if strategy.world.size == 3 else 0.0
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    with all_matrices():
+        goes_on(strategy, compression="powersgd:1", full_updates=2)
 
 
 def check_a_run_goes_on_under_another_compression(strategy: Strategy) -> None:
@@ -106,20 +67,6 @@ def check_a_run_goes_on_under_another_compression(strategy: Strategy) -> None:
             checkpoints.close()
             strategy.barrier()
         assert_same_on_all_ranks(strategy, nn.ParameterList(training.model.parameters()))  # without BatchNorm's buffers
-
-
-def weights_after(strategy: Strategy, stop_after: int | None) -> list[torch.Tensor]:
-    """Return the weights of a training with a checkpoint after each update, interrupted once where that is given."""
-    with shared_folder(strategy) as folder:
-        if stop_after is not None:
-            interrupt(strategy, folder, stop_after, every_updates=1)
-        training = Training(strategy)
-        checkpoints = training.checkpoints(folder, every_updates=1)
-        assert (checkpoints.resumed is not None) == (stop_after is not None)
-        weights = training.train()
-        checkpoints.close()
-        strategy.barrier()
-    return weights
 
 
 def check_powersgd_refuses_what_it_cannot_compress(strategy: Strategy) -> None:

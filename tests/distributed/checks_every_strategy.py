@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +66,6 @@ def assert_same_on_all_ranks(strategy: Strategy, model: nn.Module) -> None:
     assert len(set(strategy.all_gather_object(fingerprint(model)))) == 1, "ranks have different weights"
 
 
-def check_world_is_the_launchers(strategy: Strategy) -> None:
-    world = strategy.world
-    assert strategy.all_gather_object(world.rank) == list(range(world.size))
-    assert world.local_size == world.size
-
-
 def check_each_rank_gets_a_share_of_the_cores_of_its_own(strategy: Strategy) -> None:
     """Where Linux divides them among sessions."""
     autogroup = Path("/proc/sys/kernel/sched_autogroup_enabled")
@@ -118,41 +111,6 @@ def check_weights_equal_one_process(strategy: Strategy) -> None:
             except AssertionError as error:
                 raise AssertionError(f"{name}, {dtype}: {error}") from None
             assert_same_on_all_ranks(strategy, model)
-
-
-def check_weights_equal_one_process_over_epochs_with_adam(strategy: Strategy) -> None:
-    model, data = make_model(), make_data(3 * BATCH * strategy.world.size + 1)
-    expected = train_alone(model, data, batch=BATCH * strategy.world.size, epochs=3, optimizers=adam)
-    make_trainer(strategy, model, adam).fit(data, epochs=3)
-    assert_equal(model, expected, 1e-11)  # Adam divides by a root, which takes a digit
-
-
-def check_accumulation_equals_one_big_batch(strategy: Strategy) -> None:
-    for extra in (0, 1, BATCH * strategy.world.size + 1):
-        samples = 6 * BATCH * strategy.world.size + extra
-        model, data = make_model(), make_data(samples)
-        expected = train_alone(model, data, batch=3 * BATCH * strategy.world.size)
-        make_trainer(strategy, model, accumulate=3).fit(data, epochs=1)
-        assert_equal(model, expected, 1e-12)
-        assert_same_on_all_ranks(strategy, model)
-
-
-def check_no_sync_keeps_gradients_on_the_rank(strategy: Strategy) -> None:
-    model = make_model()
-    run = init(strategy)
-    wrapped, optimizer = run.prepare(model, sgd(model))
-    inputs = torch.full((2, 1, 6, 6), float(run.rank + 1), dtype=torch.float64, device=run.device)
-    with run.no_sync():
-        run.backward(wrapped(inputs).sum())
-    alone = make_model().to(run.device)
-    alone(inputs).sum().backward()
-    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        if strategy.shards:  # they are kept where nobody can read them
-            break
-        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
-    run.backward(wrapped(inputs).sum())
-    optimizer.step()
-    assert_same_on_all_ranks(strategy, model)
 
 
 def check_clipping_sees_the_averaged_gradient(strategy: Strategy) -> None:
@@ -234,30 +192,6 @@ def check_own_loop_equals_one_process(strategy: Strategy) -> None:
     assert_same_on_all_ranks(strategy, model)
 
 
-def check_dynamic_graph(strategy: Strategy) -> None:
-    class OneOfTwo(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.branches = nn.ModuleList(nn.Linear(3, 2) for _ in range(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.branches[strategy.world.rank % 2](x)  # type: ignore[no-any-return]
-
-    torch.manual_seed(0)
-    model = OneOfTwo()
-    if strategy.shards:  # which needs a gradient of every parameter
-        return
-    before = model.branches[1].bias.clone()  # type: ignore[operator]
-    run = init(strategy)
-    wrapped, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    run.backward(wrapped(torch.ones(1, 3, device=run.device)).sum())
-    optimizer.step()
-    # Each rank of odd number gives this bias a gradient of 1, the others none.
-    share = (strategy.world.size // 2) / strategy.world.size
-    assert torch.allclose(model.branches[1].bias.cpu(), before - share)  # type: ignore[arg-type]
-    assert_same_on_all_ranks(strategy, model)
-
-
 def check_rounding_variants_stay_close_to_full_precision(strategy: Strategy) -> None:
     data = make_data(6 * BATCH * strategy.world.size, torch.float32)
     variants = [("precision", "bf16"), ("precision", "fp16"), *(("compression", name) for name in rounding(strategy))]
@@ -313,16 +247,6 @@ def check_a_gradient_above_65504_is_infinite_in_fp16_and_not_in_bf16(strategy: S
             assert gather(model.weight.grad).tolist() == [[pytest.approx(0.5, rel=2**-6)] * 4]
 
 
-def check_channels_last_equals_one_process(strategy: Strategy) -> None:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Conv2d(8, 6, 2), nn.Flatten(), nn.Linear(54, 4)).double()
-    data = make_data(3 * BATCH * strategy.world.size)
-    exact = train_alone(deepcopy(model), data, batch=BATCH * strategy.world.size)
-    make_trainer(strategy, model, channels_last=True).fit(data, epochs=1)
-    assert strategy.shards or not model.state_dict()["1.weight"].is_contiguous()  # in NHWC order
-    assert_equal(model, exact, tolerance(torch.float64, strategy.world.device))
-
-
 def check_datasets_that_are_not_in_memory(strategy: Strategy) -> None:
     data = make_data(3 * BATCH * strategy.world.size + 1)
 
@@ -343,10 +267,3 @@ def check_ranks_draw_different_random_numbers(strategy: Strategy) -> None:
     make_trainer(strategy, make_model()).fit(make_data(BATCH * strategy.world.size), epochs=1)
     drawn = strategy.all_gather_object(float(torch.rand(())))
     assert len(set(drawn)) == strategy.world.size
-
-
-def check_inputs_stay_untouched(strategy: Strategy) -> None:
-    data = make_data(8)
-    before = data.inputs.clone()
-    make_trainer(strategy, make_model()).fit(InMemory(data.inputs, data.targets), epochs=1)
-    assert torch.equal(data.inputs, before)

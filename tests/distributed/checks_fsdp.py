@@ -91,27 +91,6 @@ def check_parameters_that_were_replaced_keep_no_memory(strategy: Strategy) -> No
     assert not any(one.numel() for one in before)
 
 
-def check_a_transformer_is_sharded_by_its_blocks(strategy: Strategy) -> None:
-    def parts(model: nn.Module) -> list[str]:
-        return [name for name, one in model.named_modules() if type(one).__name__.startswith("FSDP")]
-
-    for blocks, expected in (
-        ("auto", ["", "blocks.0", "blocks.1", "blocks.2"]),
-        (
-            ("RMSNorm",),
-            [
-                "",
-                *(f"blocks.{block}.{part}_norm" for block in range(3) for part in ("attention", "feed_forward")),
-                "norm",
-            ],
-        ),
-        ((), [""]),
-    ):
-        model = make_transformer()
-        init(strategy, fsdp=FsdpConfig(blocks=blocks)).prepare(model)
-        assert sorted(parts(model)) == sorted(expected)
-
-
 def check_options_change_memory_and_not_the_weights(strategy: Strategy) -> None:
     over = 2 if strategy.world.size % 2 == 0 else 1
     for settings in (
@@ -233,28 +212,6 @@ def check_a_rank_without_samples_follows_the_others_passes(strategy: Strategy) -
             assert torch.allclose(whole, critic(generator(critic(data.inputs.to(run.device)))).sum().cpu())
 
 
-def check_passes_through_different_parameters_are_not_mixed_up(strategy: Strategy) -> None:
-    """A rank sends zeros for what it has not reached: without them, gradients of one shape would be added up."""
-
-    class Parts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = (nn.Parameter(torch.zeros(strategy.world.size)) for _ in range(2))
-
-        def forward(self, part: str) -> Tensor:
-            return self.a.sum() if part == "a" else 3 * self.b.sum()
-
-    model = Parts()
-    run = init(strategy)
-    forward, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    for part in "ab" if run.rank % 2 == 0 else "ba":
-        run.backward(forward(part))
-    optimizer.step()
-    assert [float(gather(one).detach().sum()) / run.world_size for one in (model.a, model.b)] == pytest.approx(
-        [-1.0, -3.0]
-    )
-
-
 def check_a_whole_state_is_plain_pytorchs(strategy: Strategy) -> None:
     model, alone, _ = train_transformer(strategy, adamw)
     run = init(strategy)
@@ -291,47 +248,3 @@ def check_checkpoints_go_on_under_another_strategy_and_world_size(strategy: Stra
                     if epochs == 2:
                         assert_equal(model, expected, 1e-11)
                 strategy.barrier()
-
-
-class WithEmpty(nn.Module):
-    """A block with a parameter that has no numbers, as of a model whose number of extra tokens is 0."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.extra = layer, nn.Parameter(torch.zeros(0, WIDTH))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.layer(torch.cat([inputs, self.extra]))
-        return outputs
-
-
-def check_parameters_without_numbers_train_as_on_one_process(strategy: Strategy) -> None:
-    """Beside others in a block, alone in one, and outside all of them."""
-
-    def make() -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh()]
-            return WithEmpty(nn.Sequential(*map(WithEmpty, layers), nn.Linear(WIDTH, 1))).double()
-
-    model, alone = make(), make()
-    run = init(strategy)
-    forward, optimizer = run.prepare(model, adamw(model.parameters()))
-    by_hand = adamw(alone.parameters())
-    for batch in torch.randn(
-        3, BATCH * strategy.world.size, WIDTH, generator=torch.Generator().manual_seed(1)
-    ).double():
-        run.backward(forward(batch[run.rank * BATCH :][:BATCH].to(run.device)).square().mean())
-        run.clip_grad_norm_(model, 0.01)
-        alone(batch).square().mean().backward()
-        nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
-        for one in (optimizer, by_hand):
-            one.step()
-            one.zero_grad()
-    assert_equal(model, alone, 1e-12)
-
-
-def check_a_model_is_compiled_block_by_block(strategy: Strategy) -> None:
-    model = make_transformer()
-    init(strategy, compile=True).prepare(model)
-    assert all(block._compiled_call_impl is not None for block in model.blocks)

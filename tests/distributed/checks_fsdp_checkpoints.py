@@ -143,16 +143,3 @@ def check_a_rank_that_cannot_write_its_part_is_named_and_costs_one_checkpoint(st
 
 def _disk_is_full(*_: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def check_a_damaged_part_is_passed_over(strategy: Strategy) -> None:
-    with shared_folder(strategy) as folder:
-        Training(strategy, folder).train(2)
-        if strategy.world.is_root:
-            part = find(folder)[0] / "part-00001.pt"
-            part.write_bytes(part.read_bytes()[:-1])
-        strategy.barrier()
-        training = Training(strategy, folder)
-        assert training.checkpoints.resumed is not None
-        assert training.checkpoints.resumed.epoch == 1
-        training.checkpoints.close()

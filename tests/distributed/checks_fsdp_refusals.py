@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from scaling.timed_strategy import timed
 from torch import nn
 
 from tests.distributed.checks_fsdp import make_transformer
@@ -21,17 +19,6 @@ def check_optimizers_that_need_whole_parameters_are_refused(strategy: Strategy) 
         model = make_model()
         with pytest.raises(ConfigError, match=f"^{kind.__name__} does not work on sharded parameters"):
             init(strategy).prepare(model, kind(model.parameters()))
-
-
-def check_a_timing_without_exchange_is_refused(strategy: Strategy) -> None:
-    model = make_model()
-    kind = type(strategy)
-    try:
-        run = init(timed(strategy, Path("unused.jsonl"), exchanges=False))
-        with pytest.raises(ConfigError, match=r"^without exchange there are no whole gradients under fsdp"):
-            run.prepare(model, sgd(model))
-    finally:
-        strategy.__class__ = kind
 
 
 def check_a_step_on_gradients_of_no_sync_is_refused(strategy: Strategy) -> None:

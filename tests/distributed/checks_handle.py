@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, train_one
+from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
 from tests.distributed.reference import adam, assert_equal, make_data, make_model, sgd, train_alone
 from trainer import ConfigError, InMemory, init
 from trainer.data.shard_plan import permutation
@@ -29,45 +29,6 @@ def assert_local(strategy: Strategy, model: nn.Module) -> None:
         return
     sums = strategy.all_gather_object([float(p.grad.sum()) for p in model.parameters() if p.grad is not None])
     assert len({tuple(one) for one in sums}) == strategy.world.size
-
-
-def check_clipping_is_that_of_one_process(strategy: Strategy) -> None:
-    model, data = make_model(), make_data(4 * BATCH * strategy.world.size + 1)
-    expected = train_alone(model, data, batch=BATCH * strategy.world.size, clip_norm=CLIP)
-    run = init(strategy)
-    forward, optimizer = run.prepare(model, sgd(model))
-    for inputs, targets in run.loader(data, BATCH):
-        optimizer.zero_grad()
-        run.backward(F.cross_entropy(forward(inputs), targets))
-        assert run.clip_grad_norm_(forward, CLIP) > 0
-        optimizer.step()
-    assert_equal(model, expected, 1e-12)
-    assert_same_on_all_ranks(strategy, model)
-
-
-def check_gradients_may_be_changed_after_they_are_synchronized(strategy: Strategy) -> None:
-    data = make_data(3 * BATCH * strategy.world.size)
-    model, alone = make_model(), make_model()
-    by_hand, run = sgd(alone), init(strategy)
-    forward, optimizer = run.prepare(model, sgd(model))
-    for index, (inputs, targets) in zip(
-        global_batches(data, BATCH * run.world_size), run.loader(data, BATCH), strict=True
-    ):
-        for one, step_model, loss in (
-            (optimizer, model, F.cross_entropy(forward(inputs), targets)),
-            (by_hand, alone, F.cross_entropy(alone(data.inputs[index]), data.targets[index])),
-        ):
-            one.zero_grad()
-            if one is optimizer:
-                run.backward(loss)
-                run.synchronize()
-            else:
-                loss.backward()
-            for parameter in step_model.parameters():
-                assert parameter.grad is not None
-                parameter.grad.sign_()
-            one.step()
-    assert_equal(model, alone, 1e-12)
 
 
 def check_accumulation_by_the_loader_equals_one_big_batch(strategy: Strategy) -> None:
@@ -251,40 +212,3 @@ def check_any_forward_pass_of_the_model_is_synchronized(strategy: Strategy) -> N
             optimizer.step()
         assert_equal(model.inner, expected, 1e-12)
         assert_same_on_all_ranks(strategy, model)
-
-
-def check_a_step_that_calls_its_parents(strategy: Strategy) -> None:
-    class Own(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
-    model, data = make_model(), make_data(3 * BATCH * strategy.world.size)
-    expected = train_alone(model, data, batch=BATCH * strategy.world.size)
-    run = init(strategy)
-    own = Own(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    forward, optimizer = run.prepare(model, own)
-    train_one(run, forward, optimizer, data)
-    assert_equal(model, expected, 1e-12)
-
-
-def check_two_optimizers_of_one_model(strategy: Strategy) -> None:
-    """One for the first layer and one for the others, which step on the same gradients."""
-
-    def split(model: nn.Module) -> list[torch.optim.Optimizer]:
-        first, *others = model.parameters()
-        return [torch.optim.SGD([first], lr=0.1), torch.optim.AdamW(others, lr=0.01)]
-
-    data, model, alone = make_data(3 * BATCH * strategy.world.size), make_model(), make_model()
-    run = init(strategy)
-    forward, *optimizers = run.prepare(model, *split(model))
-    by_hand = split(alone)
-    for index, (inputs, targets) in zip(
-        global_batches(data, BATCH * run.world_size), run.loader(data, BATCH), strict=True
-    ):
-        run.backward(F.cross_entropy(forward(inputs), targets))
-        F.cross_entropy(alone(data.inputs[index]), data.targets[index]).backward()
-        for one in (*optimizers, *by_hand):
-            one.step()
-            one.zero_grad()
-    assert_equal(model, alone, 1e-11)
-    assert_same_on_all_ranks(strategy, model)

@@ -67,16 +67,6 @@ def check_batches_of_a_batch_sampler_train_as_one_process_does(strategy: Strateg
     assert_equal(model, alone, 1e-11)
 
 
-def check_a_dataset_of_batches_trains_as_one_process_does(strategy: Strategy) -> None:
-    data, batches = make_batches(strategy)
-    ready = [(data.inputs[batch], data.targets[batch]) for batch in batches]
-    for accumulate in (1, 2):
-        model, alone = make_model(), make_model()
-        train_alone(alone, data, batches, accumulate * strategy.world.size)
-        train(strategy, model, ready, batch_size=None, shuffle=False, accumulate=accumulate)
-        assert_equal(model, alone, 1e-12)
-
-
 def check_a_stream_of_batches_trains_as_one_process_does(strategy: Strategy) -> None:
     """Each rank has a stream of its own; the others end before the first one's last batch."""
 

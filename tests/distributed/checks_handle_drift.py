@@ -180,28 +180,3 @@ def check_a_buffer_that_each_rank_changes_is_told_once(strategy: Strategy) -> No
         run, with_statistics = init(strategy), make_model(batch_norm=True)
         train(run, *run.prepare(with_statistics, sgd(with_statistics)))
     assert "buffer" not in printed.getvalue()
-
-
-class Cache(nn.Module):
-    """Has a buffer from its first use on, which one rank alone makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = make_model()
-        self.has_cache = False
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.has_cache:
-            self.register_buffer("cached", inputs.detach(), persistent=False)
-        outputs: torch.Tensor = self.linear(inputs)
-        return outputs
-
-
-def check_a_buffer_of_one_rank_alone_is_no_matter(strategy: Strategy) -> None:
-    if strategy.shards:
-        return
-    run, model = init(strategy), Cache()
-    forward, optimizer = run.prepare(model, sgd(model))
-    model.has_cache = run.rank == run.world_size - 1
-    train(run, forward, optimizer)
-    assert_same_on_all_ranks(strategy, model.linear)

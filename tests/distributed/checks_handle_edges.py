@@ -111,15 +111,6 @@ def check_values_of_all_ranks(strategy: Strategy) -> None:
     run.barrier()
 
 
-def check_datasets_of_different_sizes_are_told(strategy: Strategy) -> None:
-    run = init(strategy)
-    odd = run.rank == run.world_size - 1
-    if run.world_size == 1:
-        return
-    with pytest.raises(ConfigError, match="ranks disagree about samples of the dataset"):
-        run.loader(make_data(9 if odd else 8), BATCH)
-
-
 def check_half_precision_of_ones_own_loop(strategy: Strategy) -> None:
     data = make_data(3 * BATCH * strategy.world.size, torch.float32)
     exact = train_alone(make_model(torch.float32), data, batch=BATCH * strategy.world.size, clip_norm=CLIP)
@@ -227,6 +218,8 @@ def check_fp16_without_a_scaler_or_with_gradients_that_are_not_complete_is_told(
     run.backward(forward(ones).sum())
     with pytest.raises(TrainerError, match=r"optimizer\.step\(\) was not called by an enabled GradScaler"):
         optimizer.step()
+    with pytest.raises(ConfigError, match="a closure cannot be combined with fp16"):
+        optimizer.step(lambda: 0.0)
     optimizer.zero_grad()
     if run.world_size == 1 or strategy.shards:  # where no pass may be the last one within no_sync
         return

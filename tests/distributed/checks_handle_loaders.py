@@ -47,16 +47,6 @@ def check_a_global_batch_is_the_same_on_any_number_of_ranks(strategy: Strategy) 
         assert_same_on_all_ranks(strategy, model)
 
 
-def check_batch_norm_of_ones_own_loop_leaves_padding_batches_out(strategy: Strategy) -> None:
-    model, data = make_model(batch_norm=True), make_data(3 * BATCH * strategy.world.size + 2)
-    expected = train_alone(model, data, batch=BATCH * strategy.world.size)
-    run = init(strategy, sync_batch_norm=True)
-    forward, optimizer = run.prepare(model, sgd(model))
-    train_one(run, forward, optimizer, data)
-    assert_equal(model, expected, 1e-11)
-    assert_same_on_all_ranks(strategy, model)
-
-
 class Sample(NamedTuple):
     image: Tensor
     label: Tensor
@@ -155,26 +145,6 @@ def check_an_evaluation_counts_every_sample_once_in_ones_own_loop(strategy: Stra
         assert int(run.all_reduce(len(seen), "sum")) == samples
         gathered = list(itertools.chain.from_iterable(run.all_gather(seen)))
         assert sorted(gathered) == sorted(data.targets.tolist())
-
-
-def check_a_model_may_be_prepared_before_its_optimizer(strategy: Strategy) -> None:
-    model, data = make_model(), make_data(3 * BATCH * strategy.world.size)
-    expected = train_alone(model, data, batch=BATCH * strategy.world.size)
-    run = init(strategy)
-    forward = run.prepare(model)
-    train_one(run, forward, run.prepare(sgd(model)), data)
-    assert_equal(model, expected, 1e-12)
-    assert_same_on_all_ranks(strategy, model)
-
-
-def check_datasets_of_different_sizes_are_told_with_drop_last_too(strategy: Strategy) -> None:
-    run = init(strategy)
-    samples = 5 * strategy.world.size
-    if strategy.world.size == 1:
-        return
-    for options in ({"drop_last": True}, {"sampler": list(range(samples))}):
-        with pytest.raises(ConfigError, match="ranks disagree about samples of the dataset"):
-            run.loader(make_data(samples + strategy.world.rank), 2, **options)
 
 
 def check_a_split_that_each_rank_draws_by_itself_is_told(strategy: Strategy) -> None:

@@ -39,18 +39,17 @@ def check_two_passes_of_a_step_may_come_in_another_order_on_each_rank(strategy: 
 
 
 def check_a_model_of_which_nothing_is_trained(strategy: Strategy) -> None:
-    for _ in range(1):
-        teacher, student = nn.Linear(3, 2).requires_grad_(False), nn.Linear(3, 2)
-        both = [*teacher.parameters(), *student.parameters()]
-        run = init(strategy)
-        taught, learning, optimizer = run.prepare(teacher, student, torch.optim.SGD(both, lr=0.1))
-        for _ in range(2):
-            inputs = torch.ones(2, 3, device=run.device) + strategy.world.rank
-            run.backward((taught(inputs) - learning(inputs)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same_on_all_ranks(strategy, teacher)
-        assert_same_on_all_ranks(strategy, student)
+    teacher, student = nn.Linear(3, 2).requires_grad_(False), nn.Linear(3, 2)
+    both = [*teacher.parameters(), *student.parameters()]
+    run = init(strategy)
+    taught, learning, optimizer = run.prepare(teacher, student, torch.optim.SGD(both, lr=0.1))
+    for _ in range(2):
+        inputs = torch.ones(2, 3, device=run.device) + strategy.world.rank
+        run.backward((taught(inputs) - learning(inputs)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_on_all_ranks(strategy, teacher)
+    assert_same_on_all_ranks(strategy, student)
 
 
 class WithSpare(nn.Module):

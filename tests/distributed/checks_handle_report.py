@@ -8,9 +8,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 
-from trainer import InMemory, TrainerError, init
+from trainer import TrainerError, init
 from trainer.strategies.base import Strategy
 
 
@@ -32,14 +31,3 @@ def check_a_record_is_rank_0s_and_every_rank_knows_its_folder(strategy: Strategy
         run.record(folder)
     if run.is_root:
         shutil.rmtree(parent)
-
-
-def check_progress_takes_every_rank_through_the_same_steps(strategy: Strategy) -> None:
-    run = init(strategy)
-    samples = 3 * run.world_size + 1
-    data = InMemory(torch.arange(float(samples)), torch.zeros(samples))
-    watched, plain = (run.loader(data, 1, shuffle=False) for _ in range(2))
-    for _ in run.epochs(2):
-        seen = [(inputs.tolist(), run.batch_samples) for inputs, _ in run.progress(watched)]
-        assert seen == [(inputs.tolist(), run.batch_samples) for inputs, _ in plain]
-        assert run.all_gather(len(seen)) == [4] * run.world_size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -91,27 +90,6 @@ def check_streams_of_their_own_give_every_sample_once(strategy: Strategy) -> Non
         assert int(run.all_reduce(seen, "sum")) == whole
         assert isinstance(loader, StreamLoader)
         assert not training or loader.samples == whole
-
-
-def check_a_loader_of_a_stream_tells_its_steps_where_they_are_known(strategy: Strategy) -> None:
-    run, data = init(strategy), make_data(SAMPLES)
-    loader = run.loader(Sharded(data), BATCH)
-    assert len(loader) == sum(1 for _ in loader)
-    assert len(set(run.all_gather(len(loader)))) == 1
-
-
-def check_a_stream_that_cannot_be_shared_exactly_is_refused(strategy: Strategy) -> None:
-    class Wrong(Sharded):
-        def shard(self, num_shards: int, index: int) -> Any:
-            return self
-
-    if strategy.world.size == 1:
-        return
-    run, data = init(strategy), make_data(SAMPLES)
-    with pytest.raises(ConfigError, match="Stream can only be iterated over, and has no shard"):
-        run.loader(Stream(data), BATCH)
-    with pytest.raises(ConfigError, match=f"Wrong has {SAMPLES} samples, and its shard"):
-        run.loader(Wrong(data), BATCH)
 
 
 def check_a_rank_whose_stream_has_ended_keeps_its_statistics(strategy: Strategy) -> None:

@@ -79,13 +79,6 @@ def check_many_buckets_equal_one_process(strategy: Strategy) -> None:
     assert all(len(call.kwargs["groups"]) > 2 for call in optimizer.call_args_list)
 
 
-def check_gradients_sent_when_they_are_ready_equal_one_process(strategy: Strategy) -> None:
-    """Larger models do so between GPUs."""
-    with mock.patch("trainer.strategies.horovod.gradient_groups", return_value=None) as groups:
-        _train_with_each_setting(strategy)
-    assert groups.called
-
-
 def _train_with_each_setting(strategy: Strategy) -> None:
     for settings in ({}, {"accumulate": 2}, {"clip_norm": 0.05}):
         batch = BATCH * strategy.world.size * (2 if "accumulate" in settings else 1)

@@ -2,75 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from tests.distributed import checks_checkpoints
 from tests.distributed.checks_checkpoints import Training, interrupt, shared_folder
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, make_trainer
-from tests.distributed.reference import assert_equal, fingerprint, make_data, make_model, sgd, train_alone
-from trainer import InMemory, init
-from trainer.data.shard_plan import permutation
+from tests.distributed.reference import assert_equal, fingerprint, make_data, make_model, sgd
+from trainer import init
 from trainer.strategies.base import Strategy
-from trainer.strategies.compress.local_sgd import LocalSynchronizer
 
 EVERY, FULL, STEPS = 3, 2, 10
-
-
-def train_in_turns(data: InMemory, ranks: int, outer_lr: float) -> nn.Module:
-    """Train one model for each rank in this process, and take an outer step with the mean after each round."""
-    models, anchor = [make_model() for _ in range(ranks)], make_model()
-    optimizers = [sgd(model) for model in models]
-    outer = torch.optim.SGD(anchor.parameters(), lr=outer_lr, momentum=0.9, nesterov=True)
-    batches = permutation(len(data), epoch=0, seed=0).split(BATCH)
-    for step in range(STEPS):
-        give_gradients(models, data, batches[step * ranks : (step + 1) * ranks])
-        with torch.no_grad():
-            for same in zip(*(model.parameters() for model in models), strict=True) if step < FULL else ():
-                mean = torch.stack([one.grad for one in same if one.grad is not None]).mean(0)
-                for one in same:
-                    one.grad = mean.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-        if step == FULL - 1:
-            anchor.load_state_dict(models[0].state_dict())
-        # The last round is shorter, because the epoch ends.
-        elif step >= FULL and ((step - FULL + 1) % EVERY == 0 or step == STEPS - 1):
-            take_outer_step(models, anchor, outer)
-    return anchor
-
-
-def give_gradients(models: Sequence[nn.Module], data: InMemory, batches: Sequence[Tensor]) -> None:
-    """Give each model the gradient of its own batch, in place of what it had."""
-    for model, index in zip(models, batches, strict=True):
-        model.zero_grad()
-        F.cross_entropy(model(data.inputs[index]), data.targets[index]).backward()
-
-
-@torch.no_grad()
-def take_outer_step(models: list[nn.Module], anchor: nn.Module, outer: torch.optim.Optimizer) -> None:
-    for one, *same in zip(anchor.parameters(), *(model.parameters() for model in models), strict=True):
-        one.grad = one - torch.stack(same).mean(0)
-    outer.step()
-    for model in models:
-        model.load_state_dict(anchor.state_dict())
-
-
-def check_rounds_equal_models_trained_in_turns(strategy: Strategy) -> None:
-    if strategy.world.size == 1:
-        return
-    data, model = make_data(STEPS * BATCH * strategy.world.size), make_model()
-    expected = train_in_turns(data, strategy.world.size, outer_lr=0.7)
-    settings: dict[str, Any] = {"sync_every": EVERY, "full_updates": FULL, "outer_lr": 0.7}
-    make_trainer(strategy, model, **settings).fit(data, epochs=1)
-    assert_equal(model, expected, 1e-12)
-    assert_same_on_all_ranks(strategy, model)
 
 
 def check_ranks_differ_within_a_round_only(strategy: Strategy) -> None:
@@ -102,26 +49,13 @@ def check_compressed_rounds_end_with_the_same_weights_near_the_exact_ones(strate
         assert_equal(model, exact, tolerance)
 
 
-def check_compressed_training_goes_on_from_a_checkpoint(strategy: Strategy) -> None:
-    _check_going_on(strategy, compression="powersgd:1")
-
-
-def check_rounds_of_one_update_are_the_synchronous_training(strategy: Strategy) -> None:
-    data, plain, same = make_data(3 * BATCH * strategy.world.size + 1), make_model(), make_model()
-    make_trainer(strategy, plain).fit(data, epochs=1)
-    ours = make_trainer(strategy, same, sync_every=1)
-    assert not isinstance(ours.run._updates.prepared.models[same], LocalSynchronizer)
-    ours.fit(data, epochs=1)
-    assert_equal(same, plain, 1e-14)
-    assert_equal(plain, train_alone(make_model(), data, batch=BATCH * strategy.world.size), 1e-12)
-
-
 def check_local_training_goes_on_from_a_checkpoint(strategy: Strategy) -> None:
-    _check_going_on(strategy)
+    for compression in ("none", "powersgd:1"):
+        goes_on(strategy, sync_every=3, full_updates=1, compression=compression)
 
 
-def _check_going_on(strategy: Strategy, **others: Any) -> None:
-    settings: dict[str, Any] = {"sync_every": 3, "full_updates": 1, "outer_lr": 0.7, **others}
+def goes_on(strategy: Strategy, **settings: Any) -> None:
+    """Train with these settings; an interrupted training ends with the weights of one that was not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks_checkpoints, "init", partial(init, **settings))
         with shared_folder(strategy) as folder:

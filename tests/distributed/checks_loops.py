@@ -6,14 +6,11 @@ What stands between the backward pass and the step reads and changes gradients a
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import io
 import itertools
-import queue
 import shutil
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
-from trainer import ConfigError, TrainerError, init
+from trainer import TrainerError, init
 from trainer.data.shard_plan import permutation
 from trainer.strategies.base import Strategy
 
@@ -73,16 +70,6 @@ def with_an_optimizer_that_was_not_prepared(
         other.zero_grad()
         backward(loss_of(model, batch))
         other.step()
-
-
-def without_an_optimizer(model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches) -> None:
-    for batch in batches:
-        backward(loss_of(model, batch))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.sub_(0.1 * parameter.grad)
-                parameter.grad = None
 
 
 def with_sharpness_aware_steps(
@@ -180,41 +167,17 @@ def with_a_penalty_on_gradients(
         optimizer.step()
 
 
-def with_a_closure(model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches) -> None:
-    for batch in batches:
-
-        def closure(batch: tuple[Tensor, Tensor] = batch) -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            backward(loss)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            return loss
-
-        optimizer.step(closure)
-
-
-def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-
-def tolerance_of(loop: Loop) -> float:
-    return 1e-7 if loop is with_a_closure else 1e-10  # LBFGS divides by differences of gradients
-
-
-LOOPS: list[tuple[Loop, Callable[[nn.Module], torch.optim.Optimizer]]] = [
-    (with_a_grad_scaler, sgd),
-    (with_gradients_changed_by_hand, sgd),
-    (with_an_optimizer_that_was_not_prepared, sgd),
-    (without_an_optimizer, sgd),
-    (with_sharpness_aware_steps, sgd),
-    (with_hooks_that_come_late, sgd),
-    (with_gradients_that_are_kept, sgd),
-    (with_two_losses_of_one_pass, sgd),
-    (with_passes_that_reach_a_part, sgd),
-    (with_what_backward_takes, sgd),
-    (with_a_penalty_on_gradients, sgd),
-    (with_a_closure, sgd),
-    (with_a_closure, lbfgs),
+LOOPS: list[Loop] = [
+    with_a_grad_scaler,
+    with_gradients_changed_by_hand,
+    with_an_optimizer_that_was_not_prepared,
+    with_sharpness_aware_steps,
+    with_hooks_that_come_late,
+    with_gradients_that_are_kept,
+    with_two_losses_of_one_pass,
+    with_passes_that_reach_a_part,
+    with_what_backward_takes,
+    with_a_penalty_on_gradients,
 ]
 
 
@@ -225,14 +188,14 @@ def check_loops_equal_one_process(strategy: Strategy) -> None:
     data = make_data(5 * BATCH * world.size).to(device)
     whole = [*zip(data.inputs.split(BATCH * world.size), data.targets.split(BATCH * world.size), strict=True)]
     own = [(inputs[world.rank :: world.size], targets[world.rank :: world.size]) for inputs, targets in whole]
-    for loop, make_optimizer in LOOPS:
+    for loop in LOOPS:
         expected, model = make_model().to(device), make_model()
-        loop(expected, make_optimizer(expected), Tensor.backward, whole)
+        loop(expected, sgd(expected), Tensor.backward, whole)
         run = init(strategy)
-        forward, optimizer = run.prepare(model, make_optimizer(model))
+        forward, optimizer = run.prepare(model, sgd(model))
         loop(forward, optimizer, run.backward, own)
         try:
-            assert_equal(model, expected, tolerance_of(loop))
+            assert_equal(model, expected, 1e-10)
         except AssertionError as error:
             raise AssertionError(f"{loop.__name__}: {error}") from None
         assert_same_on_all_ranks(strategy, model)
@@ -281,16 +244,6 @@ def check_a_pass_that_trains_no_prepared_model_is_told_once(strategy: Strategy) 
             run.backward(F.cross_entropy(other(data.inputs), data.targets))
     told = run.is_root and run.world_size > 1
     assert printed.getvalue().count("has reached no parameter of a model that was prepared") == told
-
-
-def check_a_layer_that_is_replaced_after_prepare_is_told(strategy: Strategy) -> None:
-    if strategy.shards or strategy.world.size == 1:
-        return
-    run, model, data = init(strategy), make_model(), make_data(BATCH)
-    forward, _ = run.prepare(model, sgd(model))
-    model.register_module("0", copy.deepcopy(model.get_submodule("0")))
-    with pytest.raises(ConfigError, match=r"were added, replaced or unfrozen after run\.prepare"):
-        run.backward(F.cross_entropy(forward(data.inputs.to(run.device)), data.targets.to(run.device)))
 
 
 def check_a_graph_of_the_mean_gradients_is_refused(strategy: Strategy) -> None:
@@ -403,20 +356,6 @@ def check_a_sweep_keeps_no_model(strategy: Strategy) -> None:
         gc.enable()
 
 
-def check_a_model_that_only_its_optimizer_holds_is_trained(strategy: Strategy) -> None:
-    if strategy.shards:
-        return
-    run = init(strategy)
-    first, second = nn.Linear(2, 2).double(), nn.Linear(2, 1).double()
-    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    run.prepare(nn.ModuleList([first, second]), optimizer)
-    gc.collect()
-    run.backward(second(first(torch.ones(1, 2, dtype=torch.float64, device=run.device) * run.rank)).sum())
-    optimizer.step()
-    both = nn.ModuleList([first, second])
-    assert_same_on_all_ranks(strategy, both)
-
-
 def check_ranks_may_reach_two_models_in_any_order_or_one_of_them(strategy: Strategy) -> None:
     if strategy.shards:
         return
@@ -454,58 +393,6 @@ def check_samples_of_one_model_leave_anothers_gradients_alone(strategy: Strategy
         run.backward(second(ones).sum(), samples=4)
     with pytest.raises(TrainerError, match="begun on gradients of an earlier one; call zero_grad"):
         run.backward(second(ones).sum(), samples=4)
-
-
-def check_what_one_rank_has_collected_already_is_not_compared(strategy: Strategy) -> None:
-    """An optimizer with a schedule is in a cycle, which each rank's garbage collector finds in its own time."""
-    run, model = init(strategy), make_model()
-    forward = run.prepare(model)
-    data = make_data(4 * BATCH * run.world_size)
-
-    def phase(rate: float) -> None:
-        optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=rate))
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        for batch in run.loader(data, BATCH):
-            run.backward(loss_of(forward, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-
-    gc.disable()
-    try:
-        phase(0.1)
-        if run.is_root:
-            gc.collect()
-        phase(0.01)
-    finally:
-        gc.enable()
-    assert_same_on_all_ranks(strategy, model)
-
-
-def check_batches_may_be_drawn_by_a_thread_that_is_ahead_by_other_numbers(strategy: Strategy) -> None:
-    if strategy.shards:
-        return
-    data = make_data(6 * BATCH * strategy.world.size + 2)
-    expected = train_alone(make_model(), data, batch=BATCH * strategy.world.size)
-    run, model = init(strategy), make_model()
-    forward, optimizer = run.prepare(model, sgd(model))
-    waiting: queue.Queue[Any] = queue.Queue(1 + 3 * run.rank)
-
-    batches = run.loader(data, BATCH)
-
-    def draw() -> None:
-        for batch in batches:
-            waiting.put(batch)
-        waiting.put(None)
-
-    loader = threading.Thread(target=draw)
-    loader.start()
-    while (batch := waiting.get()) is not None:
-        run.backward(loss_of(forward, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-    loader.join()
-    assert_equal(model, expected, 1e-12)
 
 
 def drawn_ahead(loader: Any) -> Iterator[Any]:
@@ -589,26 +476,6 @@ def check_samples_of_ones_own_count_what_is_said(strategy: Strategy) -> None:
     assert_equal(model, expected, 1e-12)
 
 
-def check_accumulation_without_a_loader(strategy: Strategy) -> None:
-    if strategy.shards:
-        return
-    world, model, expected = strategy.world, make_model(), make_model()
-    data = make_data(4 * BATCH * world.size)
-    run = init(strategy, accumulate=2)
-    forward, optimizer = run.prepare(model, sgd(model))
-    plain = sgd(expected)
-    for number, index in enumerate(torch.arange(len(data)).split(BATCH * world.size)):
-        own = index[world.rank :: world.size]
-        run.backward(F.cross_entropy(forward(data.inputs[own].to(run.device)), data.targets[own].to(run.device)))
-        (F.cross_entropy(expected(data.inputs[index]), data.targets[index]) / 2).backward()
-        assert run.sync_gradients == (number % 2 == 1)
-        if run.sync_gradients:
-            for one in (optimizer, plain):
-                one.step()
-                one.zero_grad()
-    assert_equal(model, expected, 1e-12)
-
-
 def check_no_batch_is_kept(strategy: Strategy) -> None:
     if strategy.shards:
         return
@@ -688,22 +555,3 @@ def check_what_rank_0_saves_is_there_whole_or_not_at_all(strategy: Strategy) -> 
     run.barrier()
     if run.is_root:
         shutil.rmtree(folder)
-
-
-def check_a_whole_model_is_copied_and_saved(strategy: Strategy) -> None:
-    """With what `prepare` has registered on it, which does nothing in the copy."""
-    if strategy.shards:
-        return
-    run, model = init(strategy), make_model()
-    forward, optimizer = run.prepare(model, sgd(model))
-    run.backward(
-        loss_of(forward, (torch.ones(2, 1, 6, 6).double().to(run.device), torch.tensor([0, 1]).to(run.device)))
-    )
-    optimizer.step()
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    inputs = torch.ones(1, 1, 6, 6, dtype=torch.float64, device=run.device)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert torch.equal(other(inputs), model(inputs))
-        other(inputs).sum().backward()  # a plain pass of the copy, which is nobody's

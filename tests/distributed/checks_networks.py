@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision.models import resnet18, squeezenet1_1
+from torchvision.models import resnet18
 
 from tests.distributed.checks_every_strategy import assert_same_on_all_ranks
 from tests.distributed.reference import assert_equal
@@ -106,13 +106,6 @@ def images(samples: int) -> InMemory:
 
 def check_resnet_18_with_global_batch_norm(strategy: Strategy) -> None:
     compare(strategy, lambda: resnet18(num_classes=_CLASSES), images(2 * _PER_RANK * strategy.world.size + 3))
-
-
-def check_squeezenet(strategy: Strategy) -> None:
-    # Dropout would draw other numbers on every rank.
-    compare(
-        strategy, lambda: squeezenet1_1(num_classes=_CLASSES, dropout=0.0), images(2 * _PER_RANK * strategy.world.size)
-    )
 
 
 def check_a_transformer_with_accumulation(strategy: Strategy) -> None:

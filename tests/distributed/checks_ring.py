@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import torch
-from torch.nn import functional as F
 
 from examples.strategies.ring import SEGMENT_BYTES, Ring, RingStrategy
-from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, make_trainer
-from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
-from trainer import init
-from trainer.strategies import buckets
+from tests.distributed.checks_every_strategy import BATCH, make_trainer
+from tests.distributed.reference import make_data, make_model
 
 # Nothing, less than a rank's share, what no number of ranks divides, and several segments with a rest.
 LENGTHS = (0, 1, 2, 3, 7, 1000, 1009, SEGMENT_BYTES + 13)
@@ -57,29 +52,3 @@ def check_a_training_step_sends_each_gradient_once(strategy: RingStrategy) -> No
     make_trainer(strategy, model).fit(make_data(5 * BATCH * strategy.world.size, torch.float32), epochs=1)
     sent = sum(strategy.all_gather_object(strategy.bytes_sent - before))
     assert sent == 5 * 2 * payload * (strategy.world.size - 1)
-
-
-def check_many_buckets_in_the_background_equal_one_process(strategy: RingStrategy) -> None:
-    """BatchNorm's all-reduces in the backward pass run beside those of the buckets."""
-    with mock.patch.object(buckets, "BUCKET_BYTES", 64):
-        for settings in ({}, {"accumulate": 2}, {"sync_batch_norm": True}, {"clip_norm": 0.05}):
-            normed, clip = "sync_batch_norm" in settings, 0.05 if "clip_norm" in settings else None
-            batch = BATCH * strategy.world.size * (2 if "accumulate" in settings else 1)
-            model, data = make_model(batch_norm=normed), make_data(3 * batch + 2)
-            expected = train_alone(make_model(batch_norm=normed), data, batch=batch, clip_norm=clip)
-            make_trainer(strategy, model, **settings).fit(data, epochs=1)
-            assert_equal(model, expected, 1e-11)
-            assert_same_on_all_ranks(strategy, model)
-
-
-def check_a_rank_without_any_gradient_takes_part(strategy: RingStrategy) -> None:
-    model = make_model()
-    run = init(strategy)
-    wrapped, optimizer = run.prepare(model, sgd(model))
-    data = make_data(8).to(run.device)
-    for _ in range(3):
-        optimizer.zero_grad()
-        if strategy.world.is_root:
-            run.backward(F.cross_entropy(wrapped(data.inputs), data.targets))
-        optimizer.step()
-    assert_same_on_all_ranks(strategy, model)

@@ -33,13 +33,6 @@ def save(folder: Path, attempt: int, update: int) -> None:
     commit(folder, name_of(attempt, 0, update), {"state.pt": lambda stream: stream.write(content)}, facts)
 
 
-def check_a_folder_that_hosts_share_has_one_writer(strategy: Strategy) -> None:
-    with shared_folder(strategy) as folder, each_rank_a_host(strategy):
-        storage = Storage(folder, strategy)
-        assert strategy.all_gather_object(storage.is_writer) == [True] + [False] * (strategy.world.size - 1)
-        storage.close()
-
-
 def check_each_host_with_a_folder_of_its_own_writes_and_gets_the_newest(strategy: Strategy) -> None:
     rank, last = strategy.world.rank, strategy.world.size - 1
     with shared_folder(strategy) as parent, each_rank_a_host(strategy):
@@ -94,17 +87,6 @@ def check_a_checkpoint_of_rank_0s_host_is_read_on_all(strategy: Strategy) -> Non
         storage.close()
         with pytest.raises(TrainerError, match=r"manifest\.json is missing"):
             Storage(parent / f"host-{rank}", strategy).find_start(parent / "nowhere")
-
-
-def check_a_checkpoint_without_a_runs_facts_is_damaged_on_all(strategy: Strategy) -> None:
-    with shared_folder(strategy) as folder:
-        storage, path = Storage(folder, strategy), folder / name_of(1, 0, 3)
-        if strategy.world.is_root:
-            commit(folder, path.name, {}, {})
-        assert storage.find_start("auto")[0] is None
-        with pytest.raises(TrainerError, match=r"manifest\.json has no valid resume"):
-            storage.find_start(path)[0]
-        storage.close()
 
 
 def check_a_copy_that_cannot_be_written_ends_all_ranks(strategy: Strategy) -> None:

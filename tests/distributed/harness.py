@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,14 +85,9 @@ def run_job(
     *,
     timeout_s: float = 120.0,
     env: Mapping[str, str] | None = None,
-    hangs_at: str = "",
     python: str = sys.executable,
 ) -> Outcome:
-    """Run a job to its end or to its deadline; afterwards none of its processes is left.
-
-    Args:
-        hangs_at: text in the job's output that moves the deadline to its appearance.
-    """
+    """Run a job to its end or to its deadline; afterwards none of its processes is left."""
     with tempfile.TemporaryDirectory(prefix="trainer-job-") as folder:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_INHERITED)}
         # What launchers and libraries leave in the folder for temporary files goes with the job's own.
@@ -107,23 +102,14 @@ def run_job(
             )  # fmt: skip
             stacks: Mapping[int, str] = {}
             try:
-                code = _wait(process, timeout_s, lambda: bool(hangs_at) and hangs_at in log.read_text(errors="replace"))
-                if code is None:
-                    stacks = _collect_stacks(Path(folder))
+                code: int | None = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                code, stacks = None, _collect_stacks(Path(folder))
             finally:
                 kill_job(folder)
                 process.wait()
         output = log.read_text(errors="replace")
         return Outcome(124 if code is None else code, output, timed_out=code is None, stacks=stacks)
-
-
-def _wait(process: subprocess.Popen[bytes], timeout_s: float, hangs: Callable[[], bool]) -> int | None:
-    """Return the exit code; None where the job hangs or takes longer than `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and not hangs():
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(timeout=0.2)
-    return None
 
 
 def leave_stacks_on_request(rank: int) -> None:

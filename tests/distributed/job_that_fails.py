@@ -38,8 +38,6 @@ class Mishap(Callback):
                 time.sleep(3600)
             if self.kind == "exit":
                 sys.exit(3)
-            if self.kind == "nan":
-                loss = loss * float("nan")
         return loss
 
 

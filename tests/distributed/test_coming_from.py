@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from functools import cache
 
@@ -10,7 +9,6 @@ import pytest
 
 from benchmarks import launching
 from tests.distributed.harness import ROOT, run_job
-from tests.distributed.pages import units
 
 SCRIPTS = ROOT / "examples/coming_from"
 # The launcher of each page's script before; "peers" is torchrun in .venv-peers.
@@ -22,7 +20,7 @@ AFTER = {
     "accelerate": "after",
     "lightning-horovod": "lightning_horovod_after",
 }
-NEEDS_PEERS = pytest.mark.needs("peers")
+PEERS = [pytest.mark.needs("peers"), pytest.mark.slow]
 
 
 @cache
@@ -42,25 +40,8 @@ def losses(launcher: str, script: str, *options: str, ranks: int = 2) -> list[fl
     return [float(loss) for _, loss in printed]
 
 
-@pytest.mark.parametrize("page", AFTER)
-def test_the_page_shows_what_differs(page: str) -> None:
-    scripts = (f"{page.replace('-', '_')}_before", AFTER[page])
-    before, after = ((SCRIPTS / f"{script}.py").read_text().splitlines()[2:] for script in scripts)
-    differences = list(difflib.unified_diff(before, after, n=1000, lineterm=""))[3:]
-    assert [unit.text for unit in units("diff") if unit.page == f"docs/coming-from-{page}.md"] == [
-        "\n".join(differences)
-    ]
-
-
-def test_the_page_shows_a_part_of_what_runs() -> None:
-    script = (SCRIPTS / "horovod_beside.py").read_text()
-    shown = [unit.text for unit in units("python") if unit.page.startswith("docs/coming-from-")]
-    assert shown != []
-    assert [part for text in shown for part in text.split("\n…\n") if part not in script] == []
-
-
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=NEEDS_PEERS if BEFORE[page] == "peers" else ()) for page in BEFORE]
+    "page", [pytest.param(page, marks=PEERS if BEFORE[page] == "peers" else ()) for page in BEFORE]
 )
 def test_the_losses_are_equal_before_and_after(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -69,12 +50,14 @@ def test_the_losses_are_equal_before_and_after(page: str, monkeypatch: pytest.Mo
     assert after[1] < after[0]
 
 
+@pytest.mark.slow
 def test_trainer_has_the_losses_of_the_loop() -> None:
     # Lightning's own strategy is gone, so what came after it is compared with the loop that equals Horovod's.
     after = losses("python", "lightning_horovod_after", ranks=1)
     assert after == pytest.approx(losses("python", "horovod_after", ranks=1), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_horovods_own_calls_stand_beside_ours() -> None:
     first, second = losses("horovodrun-mpi", "horovod_beside")
     assert second < first

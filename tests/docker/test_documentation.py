@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
@@ -10,22 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pages import Unit, units
+from tests.distributed.pages import units
 from tests.docker.cluster import ROOT, Cluster, run, succeed
 
 RUN = "docker run --rm trainer:cpu python examples/mnist.py"
 WITH_CODE = "docker compose -f docker-compose.yml -f docker-compose.dev.yml up -d"
-WITH_GPUS = "docker compose -f docker-compose.yml -f docker-compose.gpu.yml up --build -d"
-WITH_DATA = "DATA_DIR=/path/to/data docker compose up -d"
 WITH_IMAGE = (
     "PROJECT_DIR=/path/to/project docker compose -f docker-compose.yml -f docker-compose.project.yml up --build -d"
 )
-WITH_PROJECT = "CODE_DIR=/path/to/project docker compose -f docker-compose.yml -f docker-compose.dev.yml up -d"
 TRAIN = "horovodrun -np 4 -H a:2,b:2 python project/train.py"
 _ON_NODE = "--nproc-per-node 2 --master-addr a --master-port 29500 project/train.py"
 TORCHRUN_ON_B = f"docker compose exec -d b torchrun --nnodes 2 --node-rank 1 {_ON_NODE}"
 TORCHRUN = f"torchrun --nnodes 2 --node-rank 0 {_ON_NODE}"
-HOST_ENV = {"NODE": "a", "ADDRESS_A": "10.0.0.1", "ADDRESS_B": "10.0.0.2"}
 
 
 @pytest.mark.parametrize(
@@ -102,84 +97,9 @@ def test_a_project_trains_in_an_image_of_its_own(own_image: dict[str, str], own_
     assert "epoch 5/5" in output, "rank 0 is on node 0"
 
 
-def test_a_project_is_mounted(image: str, project: dict[str, str], own_project: Path) -> None:
-    (own_project / "train.py").chmod(0o644)
-    own_project.chmod(0o755)
-    command = WITH_PROJECT.replace("/path/to/project", str(own_project))
-    succeed(["sh", "-c", f"{command} --wait"], timeout_s=180, env=project)
-    mounted = ["docker", "compose", "exec", "-T", "b", "cat", "project/train.py"]
-    assert succeed(mounted, env=project) == (own_project / "train.py").read_text()
-
-
-@pytest.mark.parametrize(
-    ("command", "error"),
-    [(WITH_PROJECT, "bind source path does not exist: {}"), (WITH_IMAGE, 'path "{}" not found')],
-    ids=["CODE_DIR", "PROJECT_DIR"],
-)
-def test_a_misspelt_folder_is_an_error_and_is_not_made(
-    image: str, project: dict[str, str], tmp_path: Path, command: str, error: str
-) -> None:
-    misspelt = tmp_path / "projct"
-    outcome = run(["sh", "-c", command.replace("/path/to/project", str(misspelt))], env=project)
-    assert outcome.code != 0
-    assert error.format(misspelt) in outcome.output
-    assert not misspelt.exists()
-
-
 def test_a_place_that_cannot_be_written_is_named_with_those_that_can(image: str) -> None:
     (line,) = (unit.text for unit in units("text") if "can be written" in unit.text)
     train = ["python", "examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output", "results"]
     outcome = run(["docker", "run", "--rm", image, *train])
     assert outcome.code == 1
     assert outcome.output.splitlines()[-1] == line
-
-
-@pytest.mark.slow
-def test_a_folder_with_data_is_mounted(image: str, project: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "mark").touch()
-    tmp_path.chmod(0o755)
-    command = WITH_DATA.replace("/path/to/data", str(tmp_path))
-    succeed(["sh", "-c", f"{command} --wait"], timeout_s=180, env=project)
-    assert succeed(["docker", "compose", "exec", "-T", "a", "ls", "data"], env=project) == "mark\n"
-
-
-def test_the_files_for_gpus_fit_together() -> None:
-    """Starting them needs GPUs."""
-    files = shlex.split(WITH_GPUS.removesuffix("up --build -d"))
-    own = [*files, "-f", "docker-compose.project.yml", "config", "--format", "json"]
-    built = json.loads(succeed(own, env={"PROJECT_DIR": "/elsewhere"}))["services"]["b"]
-    assert (built["build"]["context"], built["build"]["dockerfile"]) == ("/elsewhere", "Dockerfile")
-    assert built["image"] == "trainer-project"
-    services = json.loads(succeed([*files, "config", "--format", "json"]))["services"]
-    devices = [services[node]["deploy"]["resources"]["reservations"]["devices"][0] for node in ("a", "b")]
-    assert [one["device_ids"] for one in devices] == [["0", "1"], ["2", "3"]]
-    assert {services[node]["image"] for node in ("a", "b")} == {"trainer:gpu"}
-
-
-@pytest.mark.parametrize("unit", units("yaml"), ids=str)
-def test_yaml_blocks_are_what_compose_takes(unit: Unit, tmp_path: Path) -> None:
-    if unit.text.startswith("services:"):  # a file of the user's own, behind a second -f
-        override = tmp_path / "own.yml"
-        override.write_text(unit.text)
-        files = ["-f", "docker-compose.host.yml", "-f", str(override)]
-        node = json.loads(succeed(["docker", "compose", *files, "config", "--format", "json"], env=HOST_ENV))
-        assert node["services"]["node"]["deploy"]["resources"]["reservations"]["devices"][0]["driver"] == "nvidia"
-        assert node["services"]["node"]["network_mode"] == "host"
-        return
-    original = (ROOT / "docker-compose.yml").read_text()
-    extended = tmp_path / "docker-compose.yml"
-    extended.write_text(original.replace("\nvolumes:\n", f"{unit.text}\n\nvolumes:\n"))
-    command = ["docker", "compose", "--project-directory", str(ROOT), "-f", str(extended), "config", "--format", "json"]
-    services = json.loads(succeed(command))["services"]
-    assert set(services) == {"a", "b", "c"}
-    built_by_b = {"build", "hostname"}
-    assert services["c"] == {key: value for key, value in services["b"].items() if key not in built_by_b} | {
-        "hostname": "c"
-    }
-
-
-def test_the_documented_environment_file_is_read(tmp_path: Path) -> None:
-    """As the `printf` of docs/cluster.md makes it."""
-    (tmp_path / ".env").write_text("NODE=a\nADDRESS_A=10.0.0.1\nADDRESS_B=10.0.0.2\n")
-    command = ["docker", "compose", "--env-file", str(tmp_path / ".env"), "-f", "docker-compose.host.yml", "config"]
-    assert "- a=10.0.0.1\n" in succeed(command)

@@ -86,41 +86,6 @@ def test_the_time_limit(gridengine: GridEngineCluster) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_have_saved_go_on_in_another_job(gridengine: GridEngineCluster) -> None:
-    program = "import os, sys; sys.exit(75 if sys.argv[1] == os.environ['JOB_ID'] else 0)"
-    first = int(gridengine.run("ctl", "qsub", "-terse", "-b", "y", "true").output) + 1
-    outcome = Submitted(gridengine, "again", command=("python", "-c", program, str(first))).end()
-    assert outcome.code == 0, outcome.output
-    assert f"exit code 75: back into the queue\ngoes on as job {first + 1}\n" in outcome.output
-
-
-@pytest.mark.slow
-def test_a_job_that_is_deleted_stays_ended(gridengine: GridEngineCluster) -> None:
-    job = Submitted(gridengine, "delete", command=training("delete", 5))
-    job.wait_until_it_trains()
-    assert gridengine.run("ctl", "qdel", job.job).code == 0
-    outcome = job.end()
-    assert outcome.code != 0, outcome.output
-    assert not gridengine.jobs()
-
-
-@pytest.mark.slow
-def test_a_job_that_is_deleted_leaves_no_rank_that_waits_for_nothing(gridengine: GridEngineCluster) -> None:
-    # As ranks over Gloo, which do not notice that mpirun has gone.
-    # In one piece, or the ranks' lines would mix.
-    program = (
-        "import os, sys, time; sys.stdout.write('rank ' + os.environ['OMPI_COMM_WORLD_RANK'] + '\\n'); time.sleep(500)"
-    )
-    job = Submitted(gridengine, "idle", command=("python", "-c", program))
-    for rank in range(4):
-        job.wait_until_it_trains(f"rank {rank}")
-    assert all(gridengine.left_over(host, within_s=0) for host in ("n1", "n2"))
-    assert gridengine.run("ctl", "qdel", job.job).code == 0
-    assert job.end().code != 0
-    assert not any(gridengine.left_over(host) for host in ("n1", "n2"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["first", "second"])
 def test_a_job_whose_host_is_lost_goes_on(gridengine: GridEngineCluster, lost: str) -> None:
     # Without a checkpointing environment, Grid Engine deletes a job of which a task on another host has been killed.
@@ -140,11 +105,3 @@ def test_a_job_whose_host_is_lost_goes_on(gridengine: GridEngineCluster, lost: s
     outcome = job.end()
     assert outcome.code == 0, outcome.output
     assert "going on from checkpoint" in outcome.output
-
-
-@pytest.mark.slow
-def test_a_mistake_in_the_script_is_not_tried_again(gridengine: GridEngineCluster) -> None:
-    job = Submitted(gridengine, "mistake", command=(*training("mistake", 1), "--precision", "none"))
-    outcome = job.end()
-    assert outcome.code == 78, outcome.output
-    assert "precision is 'none'" in outcome.output

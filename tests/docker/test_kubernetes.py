@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,22 +65,6 @@ def check(outcome: Outcome, words: str) -> None:
 def test_an_mpijobs_containers_train(pods: Pods, image: str) -> None:
     (job,) = documents("mpijob", image)
     check(pods.wait(start_mpijob(pods, job, image)), "Horovod over MPI, rank 0 of 4")
-
-
-@pytest.mark.slow
-def test_an_mpijob_that_is_terminated_saves_and_goes_on(pods: Pods, image: str) -> None:
-    (job,) = documents("mpijob", image, epochs=60)
-    launcher = start_mpijob(pods, job, image)
-    deadline = time.monotonic() + 120
-    while "epoch 1/60" not in pods.logs(launcher) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    pods.terminate(launcher)
-    ended = pods.wait(launcher)
-    assert ended.code == 75, ended.output
-    pods.again(launcher)
-    outcome = pods.wait(launcher)
-    check(outcome, "going on from checkpoint")
-    assert "epoch 60/60" in outcome.output
 
 
 def test_a_jobsets_containers_train(pods: Pods, image: str) -> None:

@@ -94,13 +94,3 @@ def test_a_node_can_write_its_volumes_and_memory_only(cluster: Cluster, node: st
     assert cluster.shell(node, "for i in /tmp ~ runs /cluster; do touch $i/written && rm $i/written; done 2>&1") == ""
     # Debian 13 gives new users' folders to them alone.
     assert re.fullmatch(r"1777 root\n7(55|00) trainer\n", cluster.shell(node, "stat --format '%a %U' /tmp ~"))
-
-
-def test_the_nodes_on_machines_of_their_own_are_confined_alike() -> None:
-    hosts = {"NODE": "a", "ADDRESS_A": "10.0.0.1", "ADDRESS_B": "10.0.0.2"}
-    together, alone = (
-        json.loads(succeed(["docker", "compose", "-f", file, "config", "--format", "json"], env=hosts))["services"]
-        for file in ("docker-compose.yml", "docker-compose.host.yml")
-    )
-    for key in ("cap_drop", "pids_limit", "read_only", "security_opt", "shm_size", "tmpfs"):
-        assert together["a"][key] == together["b"][key] == alone["node"][key]

@@ -86,38 +86,6 @@ def test_the_time_limit(slurm: SlurmCluster, launcher: str) -> None:
     assert int(slurm.ask(job.job, "Restarts")) >= 1
 
 
-# tests/distributed/test_srun.py has one that goes back by itself, on one host.
-@pytest.mark.slow
-def test_a_job_that_is_queued_again_goes_on(slurm: SlurmCluster) -> None:
-    job = Submitted(slurm, "requeue", command=training("requeue", 3))
-    job.wait_until_it_trains()
-    assert slurm.run("ctl", "scontrol", "requeue", job.job).code == 0
-    outcome = job.end()
-    assert outcome.code == 0, outcome.output
-    assert "Horovod over MPI, rank 0 of 4" in outcome.output
-    assert "going on from checkpoint" in outcome.output
-    assert "test accuracy" in outcome.output
-    # Once by this test. A node that is still busy with the first start's end may refuse the ranks of the second one,
-    # which the job's script then puts back; each time, its log says so and why.
-    log = slurm.shell("ctl", f"cat runs/requeue-{job.job}.log")
-    repeats = log.count(": back into the queue")
-    assert slurm.ask(job.job, "Restarts") == str(1 + repeats), log
-    assert log.count(" launch failed: ") >= repeats, log
-    logs = slurm.shell("ctl", f"cd runs/requeue-{job.job} && echo rank-*.log").split()
-    assert logs == [f"rank-{rank}.log" for rank in range(4)]
-
-
-@pytest.mark.slow
-def test_a_job_that_is_cancelled_stays_ended(slurm: SlurmCluster) -> None:
-    job = Submitted(slurm, "cancel", command=training("cancel", 5))
-    job.wait_until_it_trains()
-    assert slurm.run("ctl", "scancel", job.job).code == 0
-    outcome = job.end()
-    assert outcome.code != 0, outcome.output
-    assert slurm.ask(job.job, "JobState") == "CANCELLED"
-    assert slurm.ask(job.job, "Restarts") == "0"
-
-
 @pytest.mark.slow
 def test_a_job_whose_node_is_lost_goes_on_when_it_is_back(slurm: SlurmCluster) -> None:
     job = Submitted(slurm, "lost", command=(*training("lost", 3), "--checkpoint-every", "1s"))
@@ -131,36 +99,3 @@ def test_a_job_whose_node_is_lost_goes_on_when_it_is_back(slurm: SlurmCluster) -
     assert outcome.code == 0, outcome.output
     assert "going on from checkpoint" in outcome.output
     assert int(slurm.ask(job.job, "Restarts")) >= 1
-
-
-def test_a_mistake_in_the_script_is_not_tried_again(slurm: SlurmCluster) -> None:
-    job = Submitted(slurm, "mistake", command=(*training("mistake", 1), "--precision", "none"))
-    outcome = job.end()
-    assert outcome.code == 78, outcome.output
-    assert "precision is 'none'" in outcome.output
-    assert slurm.ask(job.job, "JobState") == "FAILED"
-
-
-def test_each_job_of_an_array_puts_only_itself_back(slurm: SlurmCluster) -> None:
-    program = (
-        "import os, pathlib, sys; saved = pathlib.Path('runs', 'saved-' + os.environ['SLURM_ARRAY_TASK_ID']);"
-        "code = 75 if os.environ['SLURM_PROCID'] == '0' and not saved.exists() else 0;"
-        "code and saved.touch(); sys.exit(code)"
-    )
-    job = Submitted(slurm, "again", "--array=3-4", command=("python", "-c", program))
-    outcome = job.end()
-    assert outcome.code == 0, outcome.output
-    shown = slurm.run("ctl", "scontrol", "-o", "show", "job", job.job.partition("_")[0]).output
-    assert re.findall(r"Restarts=(\d+)", shown) == ["1", "1"], shown
-
-
-@pytest.mark.slow
-def test_ranks_that_are_starting_are_told_later(slurm: SlurmCluster) -> None:
-    job = Submitted(slurm, "early", command=training("early", 2))
-    log = f"runs/early-{job.job}/rank-0.log"  # is there before a rank handles the signal
-    wait_for("the start", lambda: slurm.run("ctl", "test", "-e", log).code == 0, job.describe)
-    assert slurm.run("ctl", "scancel", "--batch", "--signal=USR2", job.job).code == 0
-    outcome = job.end()
-    assert outcome.code == 0, outcome.output
-    assert "exit code 75: back into the queue" in outcome.output
-    assert slurm.ask(job.job, "Restarts") == "1"

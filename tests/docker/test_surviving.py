@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,52 +87,6 @@ def said(outcome: Outcome) -> list[str]:
     return [line for line in outcome.output.splitlines() if line.startswith("trainer run: ")]
 
 
-# tests/distributed/test_supervise.py has it with an ssh that fails.
-@pytest.mark.slow
-def test_a_lost_node_is_done_without(supervised: Supervised, tmp_path: Path) -> None:
-    victim = supervised.cluster.container("b")
-    supervised.start("--min-np", "2", epochs=20, pause_s=0.05)
-    supervised.wait_for("epoch 5/")
-    succeed(["docker", "kill", victim])
-    supervised.wait_for("attempt 2: 2 ranks on a:2.*going on from checkpoint attempt-0001.*epoch ")
-    outcome = supervised.end()
-    succeed(["docker", "start", victim])
-    assert outcome.code == 0, outcome.output
-    assert any("attempt 1: host b is lost: " in line for line in said(outcome))
-    result = supervised.result(tmp_path)
-    assert len(result.lineage) == 2
-    assert result.accuracy > 90
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["--mpi", "--gloo", "--torchrun"])
-def test_a_rank_of_the_other_node_is_killed(supervised: Supervised, tmp_path: Path, launcher: str) -> None:
-    supervised.start(launcher)
-    supervised.wait_for("epoch 5/")
-    supervised.cluster.shell("b", f"pkill -KILL -o -f '^python {FOLDER}/chaos_job.py'")
-    outcome = supervised.end()
-    assert outcome.code == 0, outcome.output
-    first = next(line for line in said(outcome) if "attempt 1: " in line)
-    assert re.search(r"rank [23] on b died without a word in update \d+", first), outcome.output
-    assert len(supervised.result(tmp_path).lineage) == 2
-
-
-@pytest.mark.slow
-def test_the_only_copy_of_a_checkpoint_is_handed_over(supervised: Supervised, tmp_path: Path) -> None:
-    supervised.start()
-    supervised.wait_for("epoch 5/")
-    supervised.cluster.shell("a", "pkill -TERM -f 'bin/trainer run'")
-    assert supervised.end().code == 75
-    kept = supervised.cluster.shell("b", f"ls {CHECKPOINTS}")
-    supervised.cluster.shell("a", f"rm -rf {CHECKPOINTS}")
-    supervised.start()
-    outcome = supervised.end()
-    assert outcome.code == 0, outcome.output
-    assert "going on from checkpoint attempt-0001" in outcome.output
-    assert kept.startswith("attempt-0001")
-    assert len(supervised.result(tmp_path).lineage) == 2
-
-
 def _disconnect(cluster: Cluster) -> Callable[[], None]:
     ends = [cluster.network, cluster.container("b")]
     succeed(["docker", "network", "disconnect", *ends])
@@ -179,44 +133,3 @@ def test_too_few_nodes_are_waited_for_and_then_named(supervised: Supervised) -> 
     outcome = supervised.end()
     assert outcome.code == 1, outcome.output
     assert said(outcome)[-1].startswith("trainer run: given up: 2 of at least 4 slots are left: b does not answer (")
-
-
-@pytest.mark.slow
-def test_all_nodes_are_lost_but_the_supervisors(supervised: Supervised, tmp_path: Path) -> None:
-    victim = supervised.cluster.container("b")
-    supervised.start(hosts="b:2")
-    supervised.wait_for("epoch 5/")
-    succeed(["docker", "kill", victim])
-    supervised.wait_for("0 of at least 2 slots are left: b does not answer .*waiting up to 600 s for hosts")
-    succeed(["docker", "start", victim])
-    outcome = supervised.end()
-    assert outcome.code == 0, outcome.output
-    assert "going on from checkpoint attempt-0001" in outcome.output
-    assert len(supervised.result(tmp_path).lineage) == 2
-
-
-@pytest.fixture
-def small_disk(image: str, tmp_path: Path) -> Iterator[Supervised]:
-    """Nodes whose checkpoints are on a disk of 32 MB."""
-    file = tmp_path / "small.yml"
-    file.write_text("services:\n" + "".join(f"  {node}: {{tmpfs: ['/small:size=32m']}}\n" for node in ("a", "b")))
-    cluster = Cluster(f"trainer-test-small-{time.monotonic_ns()}", "docker-compose.yml", str(file))
-    try:
-        cluster.up()
-        yield Supervised(cluster)
-    finally:
-        cluster.down()
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_told_once_and_the_training_goes_on(small_disk: Supervised, tmp_path: Path) -> None:
-    small_disk.start(epochs=60, checkpoints="/small/checkpoints")
-    small_disk.wait_for("epoch 2/")
-    small_disk.cluster.shell("b", "dd if=/dev/zero of=/small/other bs=1M")
-    small_disk.wait_for("WARNING: .*epoch ")
-    small_disk.cluster.shell("b", "rm /small/other")
-    outcome = small_disk.end()
-    assert outcome.code == 0, outcome.output
-    warnings = [line for line in outcome.output.splitlines() if "WARNING" in line]
-    assert all(" on host b: " in line for line in warnings), warnings
-    assert len(small_disk.result(tmp_path / "result").lineage) == 1

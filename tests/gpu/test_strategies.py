@@ -19,16 +19,12 @@ pytestmark = pytest.mark.timeout(JOB_TIMEOUT_S + 60)
 JOBS = [
     Job("single", "python", 1, (NETWORKS,)),
     Job("horovod", "horovodrun-mpi", 1, (NETWORKS, BROADCAST)),
-    Job("ddp", "torchrun", 1, (NETWORKS,)),
     Job("horovod", "horovodrun-mpi", 2, (NETWORKS, BIT_FOR_BIT, BROADCAST, TIMING)),
     Job("horovod", "horovodrun-mpi", 3),  # the other numbers' reciprocals are exact in 16 bits
     Job("horovod", "horovodrun-gloo", 4, (NETWORKS, BROADCAST)),
     Job("ddp", "torchrun", 2, (NETWORKS,)),
-    Job("ddp", "torchrun", 4, (NETWORKS,)),
     Job("ring", "mpirun", 2, (RING,)),
-    Job("ring", "mpirun", 4, (RING,)),
     Job("parameter_server", "torchrun", 2),
-    Job("parameter_server", "horovodrun-gloo", 4),
 ]
 # What modules of checks import, which a machine may lack.
 PACKAGES = {NETWORKS: "torchvision", BROADCAST: "horovod", BIT_FOR_BIT: "horovod"}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import socket
-from typing import Any
 
 import pytest
-from horovod.runner.http.http_server import RendezvousServer, Server
 from horovod.runner.util import route
 from horovod.runner.util.route import LAUNCHER, Interface, RoutedInterfaces, Routes
 
@@ -45,27 +43,3 @@ def test_one_port_serves_several_addresses_and_no_other() -> None:
     for address in (FIRST, SECOND):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((address, store.port), timeout=5)
-
-
-def test_a_port_that_is_taken_on_one_address_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    bind = Server.server_bind
-    tried: list[Any] = []
-    with socket.create_server((SECOND, 0)) as taken:
-        port = taken.getsockname()[1]
-
-        def bind_there_first(self: Any) -> None:
-            if not tried:
-                self.server_address = (self.server_address[0], port)
-            tried.append(self.server_address)
-            bind(self)
-
-        monkeypatch.setattr(Server, "server_bind", bind_there_first)
-        server = RendezvousServer([], [FIRST, SECOND])
-        server.stop()
-    assert tried[:2] == [(FIRST, port), (SECOND, port)]
-    assert server.port != port
-
-
-def test_an_address_of_another_host_is_said_at_once() -> None:
-    with pytest.raises(OSError, match="assign requested address"):
-        RendezvousServer([], ["192.0.2.1"])

@@ -5,10 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -20,10 +17,6 @@ from tests.security.stores import HOST, Store
 
 BURST = 1500
 SENDERS = 8
-HELD = 200
-# Threads whose connection has been ended, and which have yet to notice.
-ENDING = 40
-FLOOD_S = 2.0
 
 
 @pytest.mark.distributed
@@ -46,20 +39,6 @@ def test_slow_connections_keep_nobody_out(store: Store, monkeypatch: pytest.Monk
         connection.close()
     assert ended == len(slow)
     assert time.monotonic() - began < 5
-
-
-@pytest.mark.distributed
-def test_there_are_no_more_threads_than_strangers_that_may_be_connected(store: Store) -> None:
-    before = threading.active_count()
-    many = [socket.create_connection((HOST, store.port), timeout=15) for _ in range(3 * http_server.STRANGERS)]
-    assert store.serves()
-    deadline = time.monotonic() + 5
-    while threading.active_count() - before > http_server.STRANGERS and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert threading.active_count() - before <= http_server.STRANGERS
-    for connection in many:
-        connection.close()
-    assert store.serves()
 
 
 class Watch:
@@ -101,43 +80,3 @@ def test_a_burst_of_requests_holds_nobody_up(store: Store, tmp_path: Path) -> No
     assert store.names() == {"scope/key"}
     assert watch.is_as_before()
     assert not store.server.servers[0]._strangers
-
-
-@contextmanager
-def flood(port: int) -> Iterator[None]:
-    """Open connections all the time, without a byte, and hold the newest of them."""
-    held: deque[socket.socket] = deque()
-    stopped = threading.Event()
-
-    def connect() -> None:
-        while not stopped.is_set():
-            try:
-                held.append(socket.create_connection((HOST, port), timeout=5))
-            except OSError:
-                continue
-            if len(held) > HELD:
-                held.popleft().close()
-
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        thread.join()
-        for connection in held:
-            connection.close()
-
-
-@pytest.mark.distributed
-def test_a_flood_of_connections_holds_nobody_up(store: Store) -> None:
-    watch, until = Watch(), time.monotonic() + FLOOD_S
-    with flood(store.port):
-        while time.monotonic() < until:
-            assert store.serves()
-            watch.look()
-    assert max(watch.files) > HELD  # it was one
-    assert max(watch.threads) <= http_server.STRANGERS + ENDING
-    assert max(watch.files) <= HELD + http_server.STRANGERS + ENDING
-    assert store.serves()
-    assert watch.is_as_before()

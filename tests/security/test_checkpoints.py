@@ -153,8 +153,9 @@ def write(data: bytes, file: Any) -> None:
     file.write(data)
 
 
-@pytest.mark.parametrize("read", [resume_loop, resume_fit, make_one_file])
-@pytest.mark.parametrize("file", [STATE, part_name(0)])
+@pytest.mark.parametrize(
+    ("file", "read"), [(STATE, resume_loop), (STATE, resume_fit), (part_name(0), resume_loop), (STATE, make_one_file)]
+)
 @pytest.mark.parametrize("craft", CRAFTED)
 def test_a_crafted_file_is_refused_and_runs_nothing(
     craft: Crafted, file: str, read: Callable[[Path], None], genuine: Path, tmp_path: Path

@@ -7,7 +7,6 @@ import socket
 import socketserver
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,7 @@ import pytest
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http import http_server
 
-from tests.security.stores import HOST, Store, started
+from tests.security.stores import HOST, started
 
 SECOND = "127.0.0.2"
 # A launcher's process, which ends when it has said on which port it can be reached.
@@ -88,38 +87,6 @@ def test_strangers_do_not_keep_a_process_from_ending() -> None:
             process.kill()
 
 
-class Evicted:
-    """Ends the next connection that names the key just before it has, by so many others that it must go."""
-
-    def __init__(self, server: Any) -> None:
-        self.server, self.thread = server, threading.current_thread()
-        self._admit, server.admit = server.admit, self._admit_late
-
-    def _admit_late(self, request: socket.socket) -> object:
-        self.thread, self.server.admit = threading.current_thread(), self._admit
-        with ExitStack() as stack:
-            for _ in range(http_server.STRANGERS + 1):
-                stack.enter_context(socket.create_connection(self.server.server_address, timeout=5))
-            deadline = time.monotonic() + 5
-            while request in self.server._strangers and time.monotonic() < deadline:
-                time.sleep(0.01)
-        return self._admit(request)
-
-    def join(self) -> None:
-        """Wait until the connection's thread has ended."""
-        assert self.thread is not threading.current_thread()
-        self.thread.join(5)
-        assert not self.thread.is_alive()
-
-
-def test_a_request_whose_connection_was_ended_changes_nothing(store: Store) -> None:
-    evicted = Evicted(store.server.servers[0])
-    assert store.send_raw(store.head("PUT", "scope/other", 1) + b"x") == b""
-    evicted.join()
-    assert store.names() == {"scope/key"}
-    assert store.serves()
-
-
 def test_a_rank_that_leaves_twice_counts_once() -> None:
     slots = [SlotInfo("localhost", rank, rank, 0, 2, 2, 1) for rank in range(2)]
     with started(plan=slots) as store:
@@ -127,21 +94,3 @@ def test_a_rank_that_leaves_twice_counts_once() -> None:
         for rank, names in ((0, {"scope/key", "global/key"}), (0, {"scope/key", "global/key"}), (1, {"scope/key"})):
             assert store.ask("DELETE", f"global/{rank}") == (200, b"")
             assert store.names() == names
-
-
-def test_so_many_bytes_are_read_and_no_more() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(bytes(http_server.STRANGERS_BYTES + 300))
-        reader = http_server.BoundedReader(ours)
-        parts = bytearray(1000)
-        received = 0
-        while received < http_server.STRANGERS_BYTES:
-            received += reader.readinto(parts)
-        assert received == http_server.STRANGERS_BYTES
-        with pytest.raises(TimeoutError):
-            reader.readinto(parts)
-        reader.expect(200)
-        assert reader.readinto(parts) == 200
-        with pytest.raises(TimeoutError):
-            reader.readinto(parts)

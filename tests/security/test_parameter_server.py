@@ -18,7 +18,7 @@ from examples.strategies.parameter_server.wire import METHOD, encode
 from trainer import World
 
 TOKEN = os.urandom(32).hex()
-STRANGERS = 500
+STRANGERS = 100
 
 
 @pytest.fixture(scope="module")

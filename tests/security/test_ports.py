@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -24,22 +23,10 @@ SCRIPT = str(Path(__file__).with_name("job_that_waits.py"))
 # The jobs of the table's fourth column that each of these is.
 JOBS = {
     "horovodrun-gloo horovod": {"every", "gloo"},
-    "horovodrun-gloo ddp": {"every", "gloo"},
-    "horovodrun-gloo parameter_server": {"every", "gloo", "parameter server"},
-    "horovodrun-mpi horovod": {"every", "mpi"},
     "horovodrun-mpi parameter_server": {"every", "mpi", "parameter server"},
-    "mpirun ddp": {"every", "mpi"},
-    "mpirun parameter_server": {"every", "mpi", "parameter server"},
-    "torchrun ddp": {"every", "torchrun with c10d", "torchrun"},
-    "torchrun parameter_server": {"every", "parameter server", "torchrun with c10d", "torchrun"},
+    "torchrun ddp": {"every", "torchrun", "torchrun with c10d"},
     "supervised ddp": {"every", "mpi"},
-    "supervised-torchrun ddp": {"every", "torchrun"},
     "hosts": {"every", "torchrun"},
-}
-# Others look at each of their rows.
-SLOW = {
-    *("horovodrun-gloo parameter_server", "torchrun parameter_server", "horovodrun-gloo ddp", "mpirun ddp"),
-    *("horovodrun-mpi horovod", "mpirun parameter_server", "supervised-torchrun ddp"),
 }
 SECRETS = {"HOROVOD_JOB_SECRET": 64, "HOROVOD_RENDEZVOUS_KEY": 32, "TRAINER_SECRET": 64}
 """What a job has of its own, and how many hexadecimal digits that are."""
@@ -127,9 +114,8 @@ def command(name: str) -> list[str]:
     if name == "hosts":
         return two_hosts(SCRIPT)
     launcher, strategy = name.split()
-    if launcher.startswith("supervised"):
-        by_torchrun = ["--torchrun"] if "torchrun" in launcher else []
-        return [sys.executable, "-m", "trainer", "run", "-np", "2", *by_torchrun, sys.executable, SCRIPT, strategy]
+    if launcher == "supervised":
+        return [sys.executable, "-m", "trainer", "run", "-np", "2", sys.executable, SCRIPT, strategy]
     return command_for(launcher, 2, [SCRIPT, strategy])
 
 
@@ -171,13 +157,10 @@ def look(tmp_path_factory: pytest.TempPathFactory) -> Look:
     return run
 
 
-def needs(name: str) -> Any:
-    marks = [*[pytest.mark.slow] * (name in SLOW), *[pytest.mark.needs("root")] * (name == "hosts")]
-    return pytest.param(name, marks=marks)
-
-
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", map(needs, JOBS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.needs("root")] * (name == "hosts")) for name in JOBS]
+)
 def test_a_job_listens_where_the_table_says(name: str, look: Look) -> None:
     seen = look(name)
     # Where the host's own name is one for the loopback address, its ports do not show it. On several hosts whose
@@ -221,11 +204,3 @@ def test_every_row_is_of_a_job_that_is_looked_at() -> None:
     known = {one for jobs in JOBS.values() for one in jobs}
     named = {one.removesuffix(" (start)") for row in table() for one in row.jobs}
     assert named == known
-    quick = {one for name, jobs in JOBS.items() if name not in SLOW for one in jobs}
-    assert quick == known
-
-
-def test_only_what_is_not_ours_listens_everywhere() -> None:
-    everywhere = [row for row in table() if row.address == "all"]
-    assert {row.process for row in everywhere} == {"mpirun", "torchrun", "rank"}
-    assert all(row.jobs == {"mpi"} for row in everywhere if row.process == "rank")

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler, Sampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Sampler, SubsetRandomSampler
 
 from tests.unit.test_loader import numbered, world
 from tests.unit.test_stream import FIRST_OF_TWO, Numbers, TwoRanks
@@ -44,12 +44,7 @@ class Buckets(Sampler[list[int]]):
 
     def __init__(self, source: str = "python") -> None:
         self._source = source
-        self.generator: Any = {
-            "own python": random.Random(),
-            "own numpy": np.random.default_rng(),
-            "own old numpy": np.random.RandomState(),
-            "own torch": torch.Generator(),
-        }.get(source)
+        self.generator: Any = {"own numpy": np.random.default_rng(), "own torch": torch.Generator()}.get(source)
         self._epoch = random.randrange(10**6)
 
     def set_epoch(self, epoch: int) -> None:
@@ -63,9 +58,7 @@ class Buckets(Sampler[list[int]]):
             "python": lambda: random.randrange(10**6),
             "numpy": lambda: int(np.random.randint(10**6)),
             "torch": lambda: int(torch.randint(10**6, ())),
-            "own python": lambda: self.generator.randrange(10**6),
             "own numpy": lambda: int(self.generator.integers(10**6)),
-            "own old numpy": lambda: int(self.generator.randint(10**6)),
             "own torch": lambda: int(torch.randint(10**6, (), generator=self.generator)),
             "epoch": lambda: self._epoch + 1,
         }
@@ -167,7 +160,7 @@ def test_n_ranks_weigh_as_one_that_accumulates_n_times_as_many(
         assert sum(share for _, share in shares) == pytest.approx(1.0)
 
 
-SOURCES = ["python", "numpy", "torch", "own python", "own numpy", "own old numpy", "own torch", "epoch"]
+SOURCES = ["python", "numpy", "torch", "own numpy", "own torch", "epoch"]
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -189,16 +182,6 @@ def test_an_epochs_batches_are_the_same_on_any_number_of_ranks_and_other_ones_in
     assert epochs_of(3) == [first, second]
     assert sorted(sample for batch in first for sample in batch) == list(range(20))
     assert first != second
-
-
-def test_rank_0s_batches_are_those_of_all_ranks() -> None:
-    class FromRank0(Among):
-        def broadcast(self, value: Any) -> Any:
-            return 2 if isinstance(value, int) else [[3, 2], [1]]
-
-    loader = ShardedLoader(Rows(4), batch_sampler=[[0], [1], [2]], world=world(1, 2), group=FromRank0())
-    assert (len(loader), loader.epoch_samples) == (1, 2)
-    assert [batch.tolist() for batch in loader] == [[1]]
 
 
 def test_the_samplers_within_one_are_seeded_and_told_of_the_epoch() -> None:
@@ -226,28 +209,10 @@ def test_a_sampler_is_seeded_without_the_generators_of_gpus(monkeypatch: pytest.
     assert len(list(ShardedLoader(Rows(4), 2, sampler=torch.randperm(4).tolist()))) == 2
 
 
-def test_a_batch_may_be_of_tensors_and_a_dataset_may_have_other_keys() -> None:
-    drawn: list[Any] = [torch.tensor([1, 0]), np.array([2]), (3,)]
-    assert [batch.tolist() for batch in ShardedLoader(Rows(4), batch_sampler=drawn)] == [[1, 0], [2], [3]]
-    keys = [[(3, "large"), (1, "large")], [(2, "small")]]
-    assert list(ShardedLoader(Rows(4), batch_sampler=keys, collate_fn=list)) == keys
-    with pytest.raises(ConfigError, match="InMemory has its samples by number"):
-        list(ShardedLoader(numbered(4), batch_sampler=keys))
-
-
 @pytest.mark.parametrize("drawn", [[3], [[]], ["ab"]])
 def test_what_is_no_batch_is_told(drawn: list[Any]) -> None:
     with pytest.raises(ConfigError, match=r"the batch sampler has drawn .*; a batch is a list of at least one index"):
         list(ShardedLoader(Rows(4), batch_sampler=drawn))
-
-
-def test_a_batch_sampler_that_draws_nothing_is_told() -> None:
-    class Nothing(list[Any]):
-        def __len__(self) -> int:
-            return 3
-
-    with pytest.raises(ConfigError, match=r"Nothing has drawn no batch for epoch 0 \(from 0\)"):
-        list(ShardedLoader(Rows(4), batch_sampler=Nothing()))
 
 
 def test_a_position_in_batches_goes_on_with_any_number_of_ranks() -> None:
@@ -345,10 +310,6 @@ def test_a_batch_that_does_not_tell_its_samples_counts_for_what_it_is_said_to() 
     assert list(ShardedLoader(data, None, training=False)) == data
 
 
-def test_a_weight_is_exactly_one_where_a_batch_is_all_of_its_update() -> None:
-    assert [step.weight for step in ShardedLoader(Ready(49, 3, 10), batch_size=None).steps()] == [1.0, 1.0, 1.0]
-
-
 class Batches(Numbers):
     """A stream of batches: of each of its numbers as many, and at least one."""
 
@@ -364,25 +325,3 @@ def test_a_stream_of_batches_is_weighed_by_their_samples_too() -> None:
     steps = [(step.batch.tolist(), step.count, step.weight, step.taken) for step in loader.steps()]
     assert steps == [([0], 1, 2 / 8, 2), ([1], 1, 2 / 8, 4), ([2, 2], 2, 4 / 6, 6), ([3, 3, 3], 3, 6 / 6, 7)]
     assert [batch.tolist() for batch in StreamLoader(Batches(0, 3), None, training=False)] == [[0], [1], [2, 2]]
-
-
-def test_a_stream_of_batches_goes_on_where_it_stopped() -> None:
-    whole = [step.batch.tolist() for step in StreamLoader(Batches(0, 6), batch_size=None).steps()]
-    interrupted = StreamLoader(Batches(0, 6), batch_size=None)
-    passing = interrupted.steps()
-    first = [next(passing).batch.tolist() for _ in range(2)]
-    again = StreamLoader(Batches(0, 6), batch_size=None)
-    again.load_state_dict(interrupted.state_dict())
-    assert first + [step.batch.tolist() for step in again.steps()] == whole
-    with pytest.raises(ConfigError, match="position holds for unit batches, and here it is samples"):
-        StreamLoader(Batches(0, 6), 1).load_state_dict(interrupted.state_dict())
-
-
-def test_a_random_sampler_of_batches_has_the_same_order_on_all_ranks() -> None:
-    orders = []
-    for rank in range(2):
-        torch.manual_seed(rank)
-        data = Ready(1, 1, 1, 1, 1, 1)
-        loader = ShardedLoader(data, None, sampler=RandomSampler(data), world=world(rank, 2), training=False)
-        orders.append([batch["number"] for batch in loader])
-    assert sorted(orders[0] + orders[1]) == [0, 1, 2, 3, 4, 5]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from examples.strategies.summing import SummingStrategy
 from tests.unit.ranks_as_threads import Threads
@@ -22,7 +19,6 @@ from trainer.config import RunConfig
 from trainer.strategies import buckets
 from trainer.strategies.base import Strategy
 from trainer.strategies.buckets import BucketSynchronizer
-from trainer.strategies.compress.local_sgd import LocalSynchronizer
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 from trainer.strategies.compress.whole_gradients import WholeSynchronizer
 from trainer.strategies.gradients import GradientSynchronizer
@@ -73,51 +69,6 @@ def one_pass(synchronizer: GradientSynchronizer) -> Iterator[None]:
 
 def values(parameter: nn.Parameter) -> list[float] | None:
     return None if parameter.grad is None else parameter.grad.tolist()
-
-
-@pytest.mark.usefixtures("small_buckets")
-def test_buckets_are_cut_in_reverse_and_by_type() -> None:
-    doubles, floats = parameters(3, 2, 2, 5), parameters(7, dtype=torch.float32)
-    made = start([*doubles, *floats], lambda flat: None)
-    assert [[*bucket.means] for bucket in made.buckets] == [[4], [3], [2, 1], [0]]
-    assert [bucket.flat.dtype for bucket in made.buckets] == [torch.float32, *[torch.float64] * 3]
-
-
-def test_gradients_that_come_back_have_the_weights_order_in_memory() -> None:
-    first = nn.Parameter(torch.zeros(2, 3, 2, 2).contiguous(memory_format=torch.channels_last))
-    second, absent = nn.Parameter(torch.zeros(5, 2).t()), nn.Parameter(torch.zeros(4, 3).t())
-    slopes = [torch.arange(float(held.numel())).view(held.shape) for held in (first, second)]
-    with one_pass(start([first, second, absent], lambda flat: flat.add_(1.0))):
-        backward((first, slopes[0]), (second, slopes[1]))
-    for held, slope in zip((first, second, absent), (*slopes, torch.zeros(3, 4)), strict=True):
-        assert held.grad is not None
-        assert held.grad.stride() == held.stride()
-        assert torch.equal(held.grad, slope / 2 + 1)
-
-
-def test_a_smaller_wire_type_is_taken_and_a_larger_one_is_not() -> None:
-    (narrow,) = start(parameters(2), lambda flat: None, torch.float16).buckets
-    assert narrow.flat.dtype == torch.float16
-    (kept,) = start(parameters(2, dtype=torch.bfloat16), lambda flat: None, torch.float16).buckets
-    assert kept.flat.dtype == torch.bfloat16
-
-
-def test_gradients_become_the_mean() -> None:
-    held = parameters(3, 2)
-    with one_pass(start(held, lambda flat: flat.add_(1.0))):
-        backward((held[0], 4.0), (held[1], 6.0))
-    assert [values(parameter) for parameter in held] == [[3.0] * 3, [4.0] * 2]
-
-
-def test_what_comes_back_has_the_parameters_type() -> None:
-    held, absent = parameters(2, 1, dtype=torch.float32)
-    with one_pass(start([held, absent], lambda flat: flat[:1].fill_(0.25), torch.float16)):
-        backward((held, 1 / 3))
-    assert held.grad is not None
-    assert absent.grad is not None
-    assert held.grad.dtype == absent.grad.dtype == torch.float32
-    assert held.grad.tolist() == torch.tensor([1 / 6] * 2).half().float().tolist()
-    assert absent.grad.tolist() == [0.25]
 
 
 @pytest.mark.usefixtures("small_buckets")
@@ -177,42 +128,6 @@ def test_what_goes_wrong_in_the_background_is_raised_where_one_waits() -> None:
     with pytest.raises(TrainerError, match="the network is down"):
         synchronizer.complete()
     strategy.close()
-
-
-def test_gradients_stay_here_while_they_are_local_and_are_sent_with_the_next_ones() -> None:
-    sent: list[Tensor] = []
-    (held,) = parameters(1)
-    synchronizer = start([held], lambda flat: sent.append(flat.clone()))
-    synchronizer.before_backward(is_local=True)
-    backward((held, 2.0))
-    synchronizer.after_backward()
-    assert (sent, synchronizer.has_local_gradients, values(held)) == ([], True, [2.0])
-    with one_pass(synchronizer):
-        backward((held, 4.0))
-    assert [flat.tolist() for flat in sent] == [[3.0]]
-    assert not synchronizer.has_local_gradients
-
-
-def test_a_backward_pass_may_add_to_mean_gradients() -> None:
-    """As after a step that a GradScaler skipped. The other rank has the same gradients."""
-    (held,) = parameters(1)
-    synchronizer = start([held], lambda flat: flat.mul_(2.0))
-    for expected in ([1.0], [2.0]):
-        with one_pass(synchronizer):
-            backward((held, 1.0))
-        assert values(held) == expected
-
-
-def test_a_parameter_that_is_prepared_again_is_watched_once() -> None:
-    sent: list[Tensor] = []
-    (held,) = parameters(1)
-    first, second = (start([held], lambda flat: sent.append(flat.clone())) for _ in range(2))
-    first.retire()
-    for _ in range(2):
-        held.grad = None
-        with one_pass(second):
-            backward((held, 2.0))
-    assert [flat.tolist() for flat in sent] == [[1.0], [1.0]]
 
 
 KINDS: dict[str, Callable[[Sequence[nn.Parameter], Strategy], GradientSynchronizer]] = {
@@ -280,104 +195,6 @@ def test_a_rank_without_a_backward_pass_gets_the_others_mean(make: Callable[...,
     for first, second in Threads(2).run(job):
         assert first == pytest.approx(torch.full((2, 2), 2.0).numpy())
         assert second is None
-
-
-@every_kind
-def test_a_hook_of_the_users_that_was_registered_afterwards_counts(make: Callable[..., GradientSynchronizer]) -> None:
-    def job(rank: int, strategy: Strategy) -> list[list[float] | None]:
-        held = [nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(2)]
-        synchronizer = make(held, strategy)
-        for parameter in held:
-            parameter.register_post_accumulate_grad_hook(double)
-        with one_pass(synchronizer):
-            backward((held[0], 1.0 + rank), (held[1], 3.0 + rank))
-        return [values(parameter) for parameter in held]
-
-    for first, second in Threads(2).run(job):
-        assert first == pytest.approx(torch.full((2, 2), 3.0).numpy())
-        assert second == pytest.approx(torch.full((2, 2), 7.0).numpy())
-
-
-def double(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.mul_(2)
-
-
-@every_kind
-def test_a_gradient_that_is_kept_stays_what_it_was(make: Callable[..., GradientSynchronizer]) -> None:
-    reached, absent = (nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(2))
-
-    def add(flat: Tensor, _: str) -> Tensor:  # both parameters have a gradient on the other rank
-        return flat.add_(1.0 + len(kept))
-
-    strategy = SimpleNamespace(start_gradients=lambda flat, name: lambda: add(flat, name), world=World(size=2))
-    synchronizer = make([reached, absent], strategy)
-    kept: list[tuple[Tensor, Tensor]] = []
-    for slope in (2.0, 40.0):
-        reached.grad = absent.grad = None
-        with one_pass(synchronizer):
-            backward((reached, slope))
-        for parameter in (reached, absent):
-            assert parameter.grad is not None
-            kept.append((parameter.grad, parameter.grad.clone()))
-    assert all(torch.equal(now, then) for now, then in kept)
-    assert not any(torch.equal(kept[place][1], kept[place + 2][1]) for place in range(2))
-
-
-def local(held: Sequence[nn.Parameter], strategy: Strategy) -> GradientSynchronizer:
-    return LocalSynchronizer(named(held), strategy, RunConfig(sync_every=2, full_updates=0, outer_lr=0.7))
-
-
-KINDS_AND_LOCAL = {**KINDS, "local": local}
-
-
-@pytest.mark.parametrize("make", KINDS_AND_LOCAL.values(), ids=KINDS_AND_LOCAL)
-def test_a_synchronizer_goes_with_its_parameters(make: Callable[..., GradientSynchronizer]) -> None:
-    held = [nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)) for _ in range(2)]
-    synchronizer = make(held, Threads(1).strategy(0))
-    with one_pass(synchronizer):
-        backward((held[0], 1.0), (held[1], 2.0))
-    weak: list[Callable[[], object]] = [weakref.ref(synchronizer), *map(weakref.ref, held)]
-    gc.disable()
-    try:
-        del synchronizer
-        assert weak[0]() is not None, "the parameters' hooks own it"
-        held.clear()
-        assert [reference() for reference in weak] == [None] * 3
-    finally:
-        gc.enable()
-
-
-def test_a_gradient_outside_of_the_handles_backward_pass_is_refused() -> None:
-    (held,) = parameters(1)
-    synchronizer = start([held], lambda flat: None)
-    for _ in range(2):
-        with pytest.raises(TrainerError, match=r"call run\.backward\(loss\) instead"):
-            backward((held, 1.0))
-        held.grad = None
-        with one_pass(synchronizer):
-            backward((held, 1.0))
-    assert values(held) == [0.5]
-
-
-@pytest.mark.usefixtures("small_buckets")
-def test_a_gradient_that_is_completed_again_after_it_was_sent_is_refused() -> None:
-    block, inputs = nn.Linear(2, 2).double(), torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
-    used_twice = checkpoint(block, checkpoint(block, inputs, use_reentrant=True), use_reentrant=True)
-    synchronizer = start([*block.parameters()], lambda flat: None)
-    synchronizer.before_backward()
-    with pytest.raises(TrainerError, match=r"the gradient of p\d twice.*use_reentrant=False"):
-        used_twice.sum().backward()
-
-
-def test_a_gradient_that_is_completed_again_before_it_was_sent_counts_whole() -> None:
-    sent: list[list[float]] = []
-    held = parameters(1, 1)
-    with one_pass(start(held, lambda flat: sent.append(flat.tolist()))):
-        backward((held[0], 2.0))
-        backward((held[0], 4.0))
-        backward((held[1], 1.0))
-    assert sent == [[0.5, 3.0]]
 
 
 @pytest.mark.usefixtures("small_buckets")

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import re
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD
 
+from tests.unit.ranks_as_threads import Threads
 from trainer import ConfigError, TrainerError, World
-from trainer.config import RunConfig
-from trainer.loop.consistency import (
-    PeriodicCheck,
-    _digest,
-    check_consistency,
-    check_devices,
-    describe_model,
-    describe_optimizer,
-)
+from trainer.loop.consistency import PeriodicCheck, _digest, check_consistency, check_devices, describe_model
 from trainer.strategies.base import Strategy
-from trainer.strategies.gradients import NamedParameters, Synchronizer
+from trainer.strategies.single import SingleStrategy
 
 View = tuple[Any, ...]
 
 
-class Gathered(Strategy):
+class Gathered(SingleStrategy):
     """A rank to whom the others' views are given by the test: (host, facts) or (host, GPU, may share)."""
 
     def __init__(self, *others: View, rank: int = 0, device: str = "cpu") -> None:
-        super().__init__(World(rank=rank, size=len(others) + 1, device=torch.device(device)))
+        self.world = World(rank=rank, size=len(others) + 1, device=torch.device(device))
         self._others = list(others)
         self.asked = self.sent = 0
 
@@ -43,21 +33,6 @@ class Gathered(Strategy):
         self.sent = len(str(value))
         others = [_digest(view[1]) for view in self._others] if isinstance(value, str) else self._others
         return [*others[: self.world.rank], value, *others[self.world.rank :]]
-
-    def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
-        raise NotImplementedError
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        raise NotImplementedError
-
-    def barrier(self) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
 
 
 @pytest.fixture(autouse=True)
@@ -72,32 +47,6 @@ def test_equal_facts_are_gathered_once_and_raise_nothing() -> None:
     assert (rank.asked, rank.sent) == (1, 64), "their hash alone"
 
 
-def test_a_world_of_one_gathers_nothing() -> None:
-    alone = Gathered()
-    check_consistency(alone, {"epochs": 3})
-    assert alone.asked == 0
-
-
-def test_a_difference_is_named_with_both_ranks_hosts_and_values() -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_consistency(Gathered(("a", {"epochs": "3"}), ("b", {"epochs": "5"})), {"epochs": 3})
-    assert str(caught.value) == (
-        "ranks disagree about epochs: rank 0 on host a has 3, rank 2 on host b has 5; they must be the same everywhere"
-    )
-
-
-def test_every_rank_raises_the_same_error() -> None:
-    views: list[View] = [("a", {"epochs": "3"}), ("a", {"epochs": "3"}), ("a", {"epochs": "5"})]
-    errors = []
-    for rank, (_, facts) in enumerate(views):
-        others = [view for number, view in enumerate(views) if number != rank]
-        with pytest.raises(ConfigError) as caught:
-            check_consistency(Gathered(*others, rank=rank), facts)
-        errors.append(str(caught.value))
-    assert len(set(errors)) == 1
-    assert "rank 2 on host a has 5" in errors[0]
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "message"),
     [
@@ -110,19 +59,6 @@ def test_a_fact_that_only_one_rank_has_is_a_difference(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_consistency(Gathered(("b", theirs)), ours)
-
-
-def test_a_models_description_names_every_tensor_with_type_and_shape() -> None:
-    model = nn.Sequential(nn.Linear(2, 3).double(), nn.BatchNorm1d(3))
-    assert describe_model(model) == {
-        "parameter 0.weight": "float64[3, 2]",
-        "parameter 0.bias": "float64[3]",
-        "parameter 1.weight": "float32[3]",
-        "parameter 1.bias": "float32[3]",
-        "buffer 1.running_mean": "float32[3]",
-        "buffer 1.running_var": "float32[3]",
-        "buffer 1.num_batches_tracked": "int64[]",
-    }
 
 
 @pytest.mark.parametrize(
@@ -140,16 +76,6 @@ def test_a_lazy_module_is_refused_until_it_has_shapes(make: Callable[[], nn.Modu
     assert str(describe_model(model)[name]).endswith("3]")
 
 
-def test_a_weights_order_in_memory_is_described_where_it_is_not_the_usual_one() -> None:
-    layer = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
-    list(layer.parameters())[1].requires_grad_(False)
-    facts = describe_model(layer)
-    assert facts == {
-        "parameter weight": "float32[3, 2, 2, 2], strides [8, 1, 4, 2]",
-        "parameter bias": "float32[3], frozen",
-    }
-
-
 def test_a_stride_without_a_meaning_is_no_difference() -> None:
     layers = [nn.Conv2d(2, 3, (1, 2)).to(memory_format=torch.channels_last) for _ in range(2)]
     layers[1].weight.data = layers[1].weight.data.as_strided((3, 2, 1, 2), (4, 1, 99, 2))
@@ -157,52 +83,8 @@ def test_a_stride_without_a_meaning_is_no_difference() -> None:
     assert describe_model(layers[0]) == describe_model(layers[1])
 
 
-def test_an_optimizers_description_has_each_groups_settings_and_no_parameters() -> None:
-    first, second = nn.Linear(2, 3), nn.Linear(3, 1)
-    groups: list[dict[str, Any]] = [{"params": first.parameters(), "lr": 0.5}, {"params": second.parameters()}]
-    facts = describe_optimizer(SGD(groups, lr=0.1, momentum=0.9))
-    assert facts["the optimizer"] == "SGD"
-    assert facts["lr of the optimizer's group 0"] == 0.5
-    assert facts["lr of the optimizer's group 1"] == 0.1
-    assert facts["momentum of the optimizer's group 1"] == 0.9
-    assert not [name for name in facts if name.startswith("params")]
-
-
 def small(kind: Callable[..., nn.Module] = nn.Linear, size: int = 3) -> nn.Module:
     return kind(2, size)
-
-
-@pytest.mark.parametrize(
-    ("theirs", "message"),
-    [
-        (describe_model(small(size=4)), r"parameter weight: .* has float32\[3, 2\], .* has float32\[4, 2\]"),
-        (describe_model(small().half()), r"parameter weight: .* has float32\[3, 2\], .* has float16\[3, 2\]"),
-        (describe_model(nn.Sequential(small())), r"parameter weight: .* has float32\[3, 2\], .* has none"),
-    ],
-    ids=["shape", "type", "name"],
-)
-def test_models_that_differ_are_told_apart(theirs: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_consistency(Gathered(("b", theirs)), describe_model(small()))
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "message"),
-    [
-        (SGD, {"lr": 0.2}, "lr of the optimizer's group 0: .* has 0.1, .* has 0.2"),
-        (Adam, {"lr": 0.1}, "the optimizer: .* has SGD, .* has Adam"),
-    ],
-)
-def test_optimizers_that_differ_are_told_apart(
-    kind: Callable[..., Optimizer], settings: dict[str, float], message: str
-) -> None:
-    theirs = {name: str(fact) for name, fact in describe_optimizer(kind(small().parameters(), **settings)).items()}
-    with pytest.raises(ConfigError, match=message):
-        check_consistency(Gathered(("b", theirs)), describe_optimizer(SGD(small().parameters(), lr=0.1)))
-
-
-def test_ranks_on_cpus_share_their_host_freely() -> None:
-    check_devices(Gathered(("a", None, False), ("a", None, False)))
 
 
 def test_ranks_that_share_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,28 +94,17 @@ def test_ranks_that_share_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         check_devices(Gathered(("a", "GPU-0", False), ("a", "GPU-1", False), device="cuda:0"))
 
 
-class Barred(Gathered):
-    """A rank of several that are threads."""
-
-    def __init__(self, rank: int, given: list[Any], barrier: threading.Barrier) -> None:
-        super().__init__(*[()] * (len(given) - 1), rank=rank)
-        self._given, self._barrier = given, barrier
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self._given[self.world.rank] = value
-        self._barrier.wait()
-        found = [*self._given]
-        self._barrier.wait()
-        return found
-
-
 def compare(ranks: int, job: Callable[[int, PeriodicCheck], None]) -> list[Exception | None]:
     """Return what the job raises on each rank."""
-    barrier = threading.Barrier(ranks, timeout=20.0)
-    strategies = [Barred(rank, given, barrier) for given in [[None] * ranks] for rank in range(ranks)]
-    with ThreadPoolExecutor(ranks) as pool:
-        started = [pool.submit(job, rank, PeriodicCheck(one)) for rank, one in enumerate(strategies)]
-        return [one.exception() for one in started]  # type: ignore[misc]
+
+    def caught(rank: int, strategy: Strategy) -> Exception | None:
+        try:
+            job(rank, PeriodicCheck(strategy))
+        except Exception as error:
+            return error
+        return None
+
+    return Threads(ranks).run(caught)
 
 
 def one_error(errors: list[Exception | None], kind: type[Exception]) -> str:
@@ -260,37 +131,11 @@ def test_ranks_are_compared_often_at_first_and_then_every_1024_backward_passes()
     assert rank.asked == len(due)
 
 
-def test_a_single_rank_compares_nothing() -> None:
-    alone = Gathered()
-    when_due(PeriodicCheck(alone), (0, 0, 1), [], [small()])
-    assert alone.asked == 0
-
-
-@pytest.mark.parametrize(("ranks", "odd", "same"), [(2, 1, 0), (2, 0, 0), (3, 0, 1), (3, 1, 0), (3, 2, 0)])
-def test_the_rank_that_has_drawn_other_batches_is_named(ranks: int, odd: int, same: int) -> None:
-    positions = [(0, 2, 7 + (rank == odd)) for rank in range(ranks)]
-    found = one_error(compare(ranks, lambda rank, check: when_due(check, positions[rank], [], [])), TrainerError)
-    named = odd if ranks > 2 else 1  # of two ranks, neither is the odd one
-    assert (
-        f"rank {named} on host a is at batch {positions[named][2]} of loader 0, in its epoch 2 (from 0), "
-        f"rank {same} is at batch {positions[same][2]} of loader 0"
-    ) in found
-
-
 def test_a_loader_or_an_epoch_that_one_rank_alone_has_begun_is_named() -> None:
     for here, there in (((0, 0, 7), (1, 0, 7)), ((0, 0, 7), (0, 1, 7)), ((0, 0, 7), None)):
         errors = compare(2, lambda rank, check: when_due(check, (here, there)[rank], [], []))  # noqa: B023
         assert "rank 1 on host a" in one_error(errors, TrainerError)
     assert "has drawn none of run.loader" in str(errors[0])
-
-
-def test_an_optimizer_of_another_learning_rate_is_named_with_its_number() -> None:
-    def job(rank: int, check: PeriodicCheck) -> None:
-        optimizers = [SGD(small().parameters(), lr=0.1), SGD(small().parameters(), lr=0.1 * (1 + rank))]
-        when_due(check, None, optimizers, [])
-
-    message = r"lr of the optimizer's group 0 \(optimizer 1\): rank 0 .* 0.1, rank 1 .* 0.2"
-    assert re.search(message, one_error(compare(2, job), ConfigError))
 
 
 TYPES = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}

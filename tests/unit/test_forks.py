@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
@@ -47,26 +44,3 @@ def test_a_fork_does_not_wait_for_ever() -> None:
         begun = time.monotonic()
         forks._wait_for_threads()  # and is less patient from then on
         assert time.monotonic() - begun < 0.15
-
-
-def test_a_fork_does_not_wait_for_threads_that_sleep() -> None:
-    end = threading.Event()
-    thread = threading.Thread(target=end.wait)
-    thread.start()
-    forks._wait_for_threads()  # until what earlier tests have started sleeps, too
-    assert not forks._other_threads_run()
-    end.set()
-    thread.join()
-
-
-@pytest.mark.parametrize(
-    ("version", "waits"), [((3, 11, 7), True), ((3, 11, 8), False), ((3, 12, 0), True), ((3, 12, 1), False)]
-)
-def test_it_waits_under_the_versions_of_python_that_need_it(
-    version: tuple[int, ...], waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    registered: list[Any] = []
-    monkeypatch.setattr(sys, "version_info", version)
-    monkeypatch.setattr(os, "register_at_fork", lambda *, before: registered.append(before))
-    forks.wait_for_threads_before_forks.__wrapped__()
-    assert registered == [forks._wait_for_threads] * waits

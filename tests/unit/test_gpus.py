@@ -11,9 +11,7 @@ from trainer import World
 from trainer.cluster import gpus
 from trainer.cluster.environment import Launch
 from trainer.cluster.world import current_world
-from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.loop import joining
 from trainer.loop.consistency import check_devices
 from trainer.strategies.single import SingleStrategy
 
@@ -45,24 +43,12 @@ def test_ranks_are_spread_over_the_gpus(host: Callable[..., None], device: str) 
     assert devices(3, device) == ["cuda:0", "cuda:1", "cuda:0"]
 
 
-def test_ranks_with_a_gpu_each_share_none_whatever_nccl_there_is(host: Callable[..., None]) -> None:
-    host(2, None)
-    assert devices(2) == ["cuda:0", "cuda:1"]
-
-
 def test_without_the_choice_ranks_take_the_cpu_or_are_told_of_it(host: Callable[..., None]) -> None:
     host(1, chosen=False)
     assert devices(2) == ["cpu", "cpu"]
     host(2, chosen=False)
     with pytest.raises(ConfigError, match=r"local rank 2 has no GPU: .*; NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks"):
         devices(3, "cuda")
-
-
-def test_the_cpu_and_a_host_without_gpus_are_not_changed(host: Callable[..., None]) -> None:
-    host(1)
-    assert devices(2, "cpu") == ["cpu", "cpu"]
-    host(0)
-    assert devices(2) == ["cpu", "cpu"]
 
 
 @pytest.mark.parametrize(
@@ -77,29 +63,6 @@ def test_an_nccl_that_cannot_share_is_refused(
         devices(2)
 
 
-@pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False), (None, False)])
-def test_only_1_is_the_choice(value: str | None, on: bool) -> None:
-    assert gpus.sharing_is_on({} if value is None else {gpus.SHARING: value}) == on
-
-
-@pytest.mark.parametrize(("code", "version"), [(23007, (2, 30, 7)), (22809, (2, 28, 9)), (2804, (2, 8, 4))])
-def test_nccls_number_is_read(code: int, version: tuple[int, ...]) -> None:
-    assert gpus.version_of(code) == version
-
-
-def test_the_version_is_that_of_the_library_in_this_process() -> None:
-    # Nothing was preloaded here, so it is the one that PyTorch was compiled against.
-    built = torch.cuda.nccl.version() if hasattr(torch._C, "_nccl_version") else None
-    assert gpus.nccl_version() == built
-
-
-def test_sharing_is_told_in_a_few_words() -> None:
-    told = gpus.describe_sharing(["GPU-0", "GPU-0", "GPU-0", "GPU-0"])
-    assert told == "4 ranks share 1 GPU (NCCL_MULTI_RANK_GPU_ENABLE): to rehearse, not for speed"
-    assert gpus.describe_sharing(["GPU-0", "GPU-1", "GPU-0", None]).startswith("3 ranks share 2 GPUs ")
-    assert gpus.describe_sharing(["GPU-0", "GPU-1"]) == gpus.describe_sharing([None, None]) == ""
-
-
 class OnAGpu(SingleStrategy):
     """One of two ranks on the same GPU."""
 
@@ -109,21 +72,6 @@ class OnAGpu(SingleStrategy):
 
     def all_gather_object(self, value: tuple[object, ...]) -> list[object]:
         return [value, (*value[:2], self._other_may) if isinstance(value[2], bool) else value]
-
-
-def test_the_first_line_and_the_record_tell_of_it(
-    host: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    host(1)
-    for name in ("report_failures", "wait_for_threads_before_forks"):
-        monkeypatch.setattr(joining, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(joining, "current_world", lambda _: World(device=torch.device("cuda", 0)))
-    monkeypatch.setattr(joining, "make_strategy", lambda _, world: OnAGpu(world))
-    monkeypatch.setattr(joining, "gpu_id", lambda _: "GPU-0")
-    told = "; 2 ranks share 1 GPU (NCCL_MULTI_RANK_GPU_ENABLE): to rehearse, not for speed"
-    assert joining.join("auto", RunConfig(device="cuda")).description.endswith(f"(cuda:0){told}")
-    assert told in capsys.readouterr().err
 
 
 def test_each_of_the_ranks_on_a_gpu_has_to_have_chosen_it(

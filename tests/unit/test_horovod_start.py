@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import horovod
-import pytest
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
-ASK = """
-from horovod.common import util
-util._check_extension_lambda = lambda *_: "asked"
-print(util.mpi_built(), util.gloo_built(), util.mpi_built(verbose=True))
-"""
-RANK = """
-import sys, horovod.torch as hvd
-print(hasattr(hvd, "no_such_name"), [name for name in sys.modules if name.startswith("horovod.runner.gloo_run")])
-"""
 
 
 def built_with(folder: Path, **notes: bool) -> dict[str, str]:
@@ -39,38 +28,6 @@ def run(env: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=60)
 
 
-def imported(stderr: str) -> set[str]:
-    """The names in the report of `python -X importtime`, whichever process wrote it."""
-    return set(re.findall(r"import time: .*\| +([\w.]+)$", stderr, re.MULTILINE))
-
-
-@pytest.mark.parametrize(
-    ("controller", "unwanted"),
-    [
-        (
-            "--mpi",
-            {"torch", "yaml", "multiprocessing.spawn", "horovod.runner.gloo_run", "horovod.runner.http.http_server"},
-        ),
-        ("--gloo", {"torch", "yaml"}),
-    ],
-)
-def test_the_launcher_loads_no_more_than_it_needs(tmp_path: Path, controller: str, unwanted: set[str]) -> None:
-    env = built_with(tmp_path, mpi=True, gloo=True) | {"PYTHONPROFILEIMPORTTIME": "1"}
-    done = run(env, str(HOROVODRUN), controller, "-np", "1", "echo", "started")
-    assert "started" in done.stdout
-    assert "horovod.runner.launch" in imported(done.stderr)
-    assert imported(done.stderr) & unwanted == set()
-
-
-@pytest.mark.parametrize(
-    ("notes", "answers"), [({"mpi": True, "gloo": False}, "True False asked"), ({}, "asked asked asked")]
-)
-def test_the_library_is_asked_only_where_the_build_noted_nothing(
-    tmp_path: Path, notes: dict[str, bool], answers: str
-) -> None:
-    assert run(built_with(tmp_path, **notes), "-c", ASK).stdout == f"{answers}\n"
-
-
 def test_the_controller_is_chosen_by_what_the_build_noted(tmp_path: Path) -> None:
     done = run(
         built_with(tmp_path, mpi=False, gloo=True), str(HOROVODRUN), "-np", "1", "printenv", "HOROVOD_CONTROLLER"
@@ -82,8 +39,3 @@ def test_a_build_without_controllers_is_said(tmp_path: Path) -> None:
     done = run(built_with(tmp_path, mpi=False, gloo=False), str(HOROVODRUN), "-np", "1", "true")
     assert done.returncode == 1
     assert done.stderr.startswith("horovodrun: Neither MPI nor Gloo support has been built.")
-
-
-@pytest.mark.distributed
-def test_a_rank_loads_nothing_of_the_launcher() -> None:
-    assert run(dict(os.environ), "-c", RANK).stdout == "False []\n"

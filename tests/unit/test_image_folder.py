@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import random
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
-import trainer
-from examples.datasets import images
-from examples.datasets.images import KINDS, SIZE, draw, draw_images, load_images
-from tests.distributed.harness import ROOT
+from examples.datasets.images import KINDS, SIZE, draw_images, load_images
 from trainer import DataError
-
-SCRIPT = ROOT / "examples/image_folder.py"
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*.jpg"))}
-
-
-def test_the_script_is_short_and_takes_public_names_of_the_library_only() -> None:
-    text = SCRIPT.read_text()
-    assert len(text.splitlines()) <= 120
-    nodes = list(ast.walk(ast.parse(text)))
-    assert not [
-        node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainer")
-    ]
-    names = {
-        node.attr
-        for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "trainer"
-    }
-    assert {"init", "report_failures"} <= names <= set(trainer.__all__)
 
 
 def test_every_host_draws_the_same_images_of_every_kind(tmp_path: Path) -> None:
@@ -49,50 +27,6 @@ def test_every_host_draws_the_same_images_of_every_kind(tmp_path: Path) -> None:
     assert train.classes == test.classes == sorted(KINDS)
     assert (len(train), len(test)) == (3 * len(KINDS), 2 * len(KINDS))
     assert (train[0][0].mode, test[0][0]) == ("RGB", (SIZE, SIZE))
-
-
-def test_what_is_drawn_can_be_seen() -> None:
-    for kind in KINDS:
-        for number in range(20):
-            low, high = zip(*draw(kind, random.Random(number)).getextrema(), strict=True)
-            assert sum(high) - sum(low) > 100
-
-
-def test_an_interrupted_drawing_leaves_nothing_and_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-
-        def interrupt(kind: str, numbers: random.Random) -> Image.Image:
-            if kind == KINDS[2]:
-                raise KeyboardInterrupt
-            return draw(kind, numbers)
-
-        patched.setattr(images, "draw", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            draw_images(tmp_path / "drawn", train=1, test=1)
-    assert list(tmp_path.iterdir()) == []
-    draw_images(tmp_path / "drawn", train=1, test=1)
-    assert len(contents(tmp_path / "drawn")) == 2 * len(KINDS)
-
-
-def test_images_that_are_there_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "drawn"
-    (folder / "train").mkdir(parents=True)
-    draw_images(folder)
-    assert [file.name for file in folder.rglob("*")] == ["train"]
-
-    def lose_the_race(kind: str, numbers: random.Random) -> Image.Image:
-        (tmp_path / "shared/train").mkdir(parents=True, exist_ok=True)
-        return draw(kind, numbers)
-
-    monkeypatch.setattr(images, "draw", lose_the_race)
-    draw_images(tmp_path / "shared", train=1, test=1)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["drawn", "shared"]
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=f"^{tmp_path}/file cannot be written: "):
-        draw_images(tmp_path / "file" / "drawn")
 
 
 def test_a_folder_without_classes_or_with_others_is_named(tmp_path: Path) -> None:

@@ -103,11 +103,6 @@ def test_a_job_that_may_not_submit_is_put_back(folder: Path) -> None:
     assert not (folder / "runs/train-8").exists()
 
 
-def test_a_next_job_that_could_not_count_is_deleted(folder: Path) -> None:
-    assert run(folder, "touch runs/train-8; exit 75") == 75
-    assert (folder / "deleted").read_text() == "8\n"
-
-
 def test_a_failure_is_not_repeated(folder: Path) -> None:
     for code in (1, 78):
         assert run(folder, f"exit {code}", limit="3600") == code
@@ -168,12 +163,3 @@ def test_a_rank_ends_when_what_has_started_it_was_killed(folder: Path) -> None:
     while rank.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not rank.exists()
-
-
-def test_what_watches_a_rank_does_not_hold_its_output(folder: Path) -> None:
-    # mpirun would wait for it.
-    stand_in(folder, "sleep", "exec /bin/sleep 10")
-    stand_in(folder, "python", "exit 3")
-    began = time.monotonic()
-    assert run(folder, 'while [ "$1" != bash ]; do shift; done; "$@" | cat; exit ${PIPESTATUS[0]}') == 3
-    assert time.monotonic() - began < 8

@@ -48,50 +48,6 @@ def test_an_mpijob_has_what_the_operator_itself_checks() -> None:
         assert len(replicas["template"]["spec"]["containers"]) == 1
 
 
-@needs_crds
-@pytest.mark.parametrize(
-    ("path", "value", "problem"),
-    [
-        (
-            ("spec", "slotsPerWorkers"),
-            2,
-            "spec: Additional properties are not allowed ('slotsPerWorkers' was unexpected)",
-        ),
-        (("spec", "slotsPerWorker"), "2", "spec.slotsPerWorker: '2' is not of type 'integer'"),
-        (("spec", "mpiImplementation"), "OpenMpi", "'OpenMpi' is not one of ['OpenMPI', 'Intel', 'MPICH']"),
-        (("spec", "mpiReplicaSpecs"), None, "None is not of type 'object'"),
-        (("metadata", "nam"), "a", "metadata: Additional properties are not allowed ('nam' was unexpected)"),
-    ],
-)
-def test_a_fault_in_an_mpijob_is_found(path: tuple[str, str], value: object, problem: str) -> None:
-    (job,) = documents("mpijob")
-    job[path[0]][path[1]] = value
-    assert problem in "; ".join(problems(job, crds()))
-
-
-@needs_crds
-def test_rules_are_evaluated() -> None:
-    runtime, job = documents("trainjob")
-    job["metadata"]["name"] = "Train"
-    job["spec"]["trainer"]["numProcPerNode"] = 0
-    runtime["spec"]["mlPolicy"]["jax"] = {}
-    said = "; ".join([*problems(job, crds()), *problems(runtime, crds())])
-    assert "metadata.name must match RFC 1035" in said
-    assert "numProcPerNode must be greater than or equal to 1" in said
-    assert "spec.mlPolicy: " in said
-
-
-@needs_crds
-def test_a_field_deep_in_a_pod_is_checked() -> None:
-    (jobset,) = documents("jobset")
-    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    pod["containers"][0]["comand"] = ["a"]
-    del pod["containers"][0]["name"]
-    said = "; ".join(problems(jobset, crds()))
-    assert "containers[0]: Additional properties are not allowed ('comand' was unexpected)" in said
-    assert "containers[0]: 'name' is a required property" in said
-
-
 def containers(name: str) -> dict[str, dict[str, Any]]:
     """The containers that a manifest starts, by name."""
     *_, job = documents(name)

@@ -72,11 +72,6 @@ class Batch:
         return self.requeued == "requeue 17\n"
 
 
-def test_a_job_without_a_command_is_refused(tmp_path: Path) -> None:
-    assert Batch(tmp_path, "exit 0", command=[]).code() == 1
-    assert not (tmp_path / "srun-runs").exists()
-
-
 @pytest.mark.parametrize(("code", "again"), [(0, False), (1, False), (78, False), (75, True), (140, False)])
 def test_only_exit_code_75_puts_the_job_back(tmp_path: Path, code: int, again: bool) -> None:
     batch = Batch(tmp_path, f"exit {code}")
@@ -169,36 +164,12 @@ def test_each_rank_says_that_it_ignores_usr2(tmp_path: Path) -> None:
     assert (tmp_path / "survived").exists()
 
 
-def test_ranks_that_handle_usr2_only_later_are_told_again(tmp_path: Path) -> None:
-    batch = Batch(tmp_path, "trap '' USR2; sleep 0.5; trap 'exit 75' USR2; for i in {1..100}; do sleep 0.02; done")
-    batch.signal(signal.SIGUSR2)
-    assert batch.code() == 0
-    assert batch.is_requeued
-
-
-def test_the_script_waits_for_ranks_that_take_their_time_to_save(tmp_path: Path) -> None:
-    batch = Batch(tmp_path, "trap 'trap : USR2; sleep 0.5; touch saved; exit 75' USR2; while :; do sleep 0.02; done")
-    batch.signal(signal.SIGUSR2)
-    assert batch.code() == 0
-    assert (tmp_path / "saved").exists()
-    assert batch.is_requeued
-
-
 @pytest.mark.parametrize(("refusals", "code"), [(3, 0), (4, 75)])
 def test_a_controller_that_does_not_answer_is_asked_again(tmp_path: Path, refusals: int, code: int) -> None:
     (tmp_path / "refusals").write_text("\n" * refusals)
     batch = Batch(tmp_path, "exit 75")
     assert batch.code() == code
     assert batch.is_requeued == (code == 0)
-
-
-def test_a_job_that_is_cancelled_while_its_nodes_are_asked_does_not_come_back(tmp_path: Path) -> None:
-    stand_in(
-        tmp_path, "timeout", "kill -TERM $(ps -o ppid= $(ps -o ppid= $PPID)); exit 1"
-    )  # the script calls it for that only
-    batch = Batch(tmp_path, "exit 3")
-    assert batch.code() == 3
-    assert not batch.is_requeued
 
 
 def test_a_job_that_is_cancelled_does_not_come_back(tmp_path: Path) -> None:

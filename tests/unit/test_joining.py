@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from queue import Queue
 
@@ -44,13 +43,6 @@ def test_device_auto_takes_the_cpu_where_the_gpu_cannot_be_used(
     assert bool(warning) == bool(printed)
 
 
-def test_a_device_that_was_asked_for_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(joining, "has_nccl", lambda: False)
-    world = World(device=CUDA, launcher="mpirun")
-    assert joining._with_usable_device("auto", world, RunConfig(device="cuda")) is world
-
-
 @pytest.mark.parametrize(("rank", "size", "says"), [(0, 2, True), (1, 2, False), (0, 1, False)])
 def test_rank_0_says_that_the_ranks_have_not_connected(
     rank: int, size: int, says: bool, monkeypatch: pytest.MonkeyPatch
@@ -73,13 +65,3 @@ def test_a_job_whose_ranks_do_not_connect_ends_as_one_that_has_lost_a_rank(monke
     with joining._said_until_connected(World(rank=0, size=2, device=CPU), "not connected so far", end_s=0.01):
         assert told.get(timeout=20) == (LOST_PEER, "given up after 0 s: not connected so far")
         assert told.get(timeout=20) == ("given up after 0 s: not connected so far", 1)
-
-
-@pytest.mark.parametrize("end_s", [60.0, 1e12])
-def test_ranks_that_have_connected_go_on(end_s: float) -> None:
-    before = set(threading.enumerate())
-    with joining._said_until_connected(World(rank=0, size=2, device=CPU), "not connected so far", end_s=end_s):
-        timers = [one for one in threading.enumerate() if isinstance(one, threading.Timer) and one not in before]
-        assert len(timers) == 2
-        assert not any(timer.finished.is_set() for timer in timers)
-    assert all(timer.finished.is_set() for timer in timers)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from tests.unit.blobs import blobs, network
-from trainer import Callback, CheckpointConfig, ConfigError, EpochRecord, FitContext, Trainer, TrainerConfig
+from trainer import Callback, CheckpointConfig, EpochRecord, FitContext, Trainer, TrainerConfig
 
 UPDATES = 4
 """In an epoch."""
@@ -46,7 +46,6 @@ class Fit(Callback):
                 device="cpu", batch_size=10, accumulate=ranks, decay=decay, warmup_epochs=warmup, log_every_updates=1
             ),
             lr_scheduler=self.schedule,
-            lr_scheduler_per="epoch" if kind == "plateau" else "update",
             callbacks=[self],
             output=None,
             progress=False,
@@ -79,10 +78,6 @@ class Fit(Callback):
 
 
 def _scheduler(kind: str, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    if kind == "plateau":
-        return ReduceLROnPlateau(optimizer, patience=0, factor=0.1, threshold=1e6)
-    if kind == "one cycle":
-        return OneCycleLR(optimizer, max_lr=[0.1, 1.0], total_steps=2 * UPDATES)
     return StepLR(optimizer, 3, gamma=0.5) if kind else None
 
 
@@ -98,8 +93,7 @@ def _scheduler(kind: str, optimizer: torch.optim.Optimizer) -> LRScheduler | Non
             "then constant; now 0.1",
             0.1,
         ),
-        # An edited rate, and an edited decay.
-        ({}, {"lr": 0.01}, "learning rate 0.01, then constant", 0.01),
+        # An edited decay.
         ({"decay": "cosine"}, {}, "learning rate 0.05, then constant", 0.05),
         (
             {"decay": "cosine"},
@@ -107,19 +101,11 @@ def _scheduler(kind: str, optimizer: torch.optim.Optimizer) -> LRScheduler | Non
             "learning rate 0.1, then a cosine to 0; now 0.025",
             0.025,
         ),
-        # The same again.
-        ({}, {}, "learning rate 0.05, then constant", 0.05),
         (
             {"kind": "step"},
             {"kind": "step"},
             "learning rate by StepLR, one step per update; not scaled; now 0.0125",
             0.0125,
-        ),
-        (
-            {"kind": "plateau"},
-            {"kind": "plateau"},
-            "learning rate by ReduceLROnPlateau, one step per epoch; not scaled; now 0.0005",
-            0.0005,
         ),
     ],
 )
@@ -151,27 +137,3 @@ def test_a_difference_from_the_script_is_told_in_one_line(tmp_path: Path, capfd:
         assert ("lr of group 1 = 0.1 from the script (checkpoint: 0.5)" in line) == (epochs == 3)  # which counts
         assert "weight_decay of group 1 = 0 from the checkpoint (script: 0.5); see docs/surviving.md" in line
         assert edited.trainer.optimizer.param_groups[1]["weight_decay"] == 0
-
-
-def test_the_rate_of_a_scheduler_is_the_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    Fit(tmp_path, kind="step").run(epochs=1)
-    again = Fit(tmp_path, kind="step", lr=0.4).run(epochs=2)
-    assert "lr of group 0 = 0.05 from the checkpoint (script: 0.4)" in capfd.readouterr().err
-    assert again.rates[0][0] == 0.025
-    assert "now 0.025" in again.said
-
-
-def test_a_scheduler_that_ends_before_the_training_is_told_before_it(tmp_path: Path) -> None:
-    Fit(tmp_path, kind="one cycle").run(epochs=2)
-    again = Fit(tmp_path, kind="one cycle")
-    with pytest.raises(ConfigError, match=r"made for 8 steps \(total_steps\), and 12 are to be taken, one per update"):
-        again.run(epochs=3)
-    assert again.rates == []
-    assert len(Fit(tmp_path, kind="one cycle").run(epochs=2).records) == 2
-
-
-def test_a_scheduler_that_is_not_handed_in_is_left_alone_and_said(tmp_path: Path) -> None:
-    fit = Fit(tmp_path)
-    fit.trainer.config = TrainerConfig(device="cpu", batch_size=10, scale_lr=False, decay="none")
-    StepLR(fit.trainer.optimizer, 1)
-    assert "left to the scheduler that was made for the optimizer" in fit.run(epochs=1).said

@@ -83,28 +83,6 @@ def test_all_ranks_have_the_same_steps_and_take_every_sample_once(
     assert sorted(targets) == list(range(samples))
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_rank_is_given_its_piece_of_the_epochs_permutation(rank: int) -> None:
-    loader = ShardedLoader(numbered(20), 4, seed=5, world=world(rank, 3))
-    order = permutation(20, epoch=0, seed=5)
-    assert len(loader) == 2
-    for number, step in enumerate(steps_of(loader)):
-        place = loader.plan.shard(number, rank)
-        assert step.batch[1].tolist() == order[place].tolist()
-        assert step.batch[0][:, 0].tolist() == [float(target) for target in step.batch[1]]
-        assert step.count == len(step.batch[1])
-        assert step.weight == loader.plan.weight(number, rank)
-
-
-def test_each_iteration_is_the_next_epoch_in_another_order() -> None:
-    loader = ShardedLoader(numbered(40), 40)
-    epochs = [step.batch[1] for _ in range(3) for step in steps_of(loader)]
-    for epoch, targets in enumerate(epochs):
-        assert torch.equal(targets, permutation(40, epoch=epoch, seed=0))
-    loader.epoch = 1
-    assert torch.equal(steps_of(loader)[0].batch[1], epochs[1])
-
-
 class Numbers(Dataset[int]):
     """So many samples as no table of them would fit into the memory."""
 
@@ -125,47 +103,6 @@ def test_any_number_of_samples_takes_no_table_and_other_ranks_go_on_within_its_e
     again = ShardedLoader(Numbers(), 6)
     again.load_state_dict({**ShardedLoader(Numbers(), 1).state_dict(), "taken": 240, "shuffle": "computed"})
     assert [batch.tolist() for batch in itertools.islice(again, 10)] == whole[40:]
-
-
-def test_without_shuffling_the_datasets_own_order_is_kept_in_every_epoch() -> None:
-    loader = ShardedLoader(numbered(7), 3, shuffle=False)
-    for _ in range(2):
-        assert [step.batch[1].tolist() for step in steps_of(loader)] == [[0, 1, 2], [3, 4, 5], [6]]
-
-
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_a_rank_without_samples_gets_a_padding_batch_of_weight_zero(in_memory: bool) -> None:
-    data = numbered(9)
-    dataset = data if in_memory else Pairs(data.inputs, data.targets)
-    first, last = steps_of(ShardedLoader(dataset, 2, world=world(3, 4)))
-    assert (first.count, first.weight) == (2, 1.0)
-    assert (last.count, last.weight) == (0, 0.0)
-    assert last.batch[0].shape == (2, 2)
-    assert last.batch[1].tolist() == permutation(9, epoch=0, seed=0)[:2].tolist()
-
-
-def test_an_evaluation_gives_each_rank_its_own_samples_and_no_padding() -> None:
-    counts = []
-    targets: list[int] = []
-    for rank in range(4):
-        steps = list(ShardedLoader(numbered(9), 2, shuffle=False, world=world(rank, 4)).evaluation_steps())
-        counts.append(len(steps))
-        targets += [target for step in steps for target in step.batch[1].tolist()]
-    assert counts == [2, 1, 1, 1]
-    assert sorted(targets) == list(range(9))
-
-
-def test_what_filters_a_loaders_steps_sees_those_of_an_evaluation_too() -> None:
-    for loader in (ShardedLoader(numbered(4), 2, training=training) for training in (True, False)):
-        seen: list[Step] = []
-
-        def filtered(steps: Iterator[Step], seen: list[Step] = seen) -> Iterator[Step]:
-            for step in steps:
-                seen.append(step)
-                yield step
-
-        loader.wrap_steps = filtered
-        assert len(list(loader)) == len(seen) == 2
 
 
 def weighted(generator: torch.Generator | None) -> WeightedRandomSampler:
@@ -212,25 +149,6 @@ def test_drop_last_leaves_out_what_does_not_fill_a_step_of_all_ranks(rank: int) 
         assert batches == [order[start + 2 * rank : start + 2 * rank + 2].tolist() for start in (0, 4)]
 
 
-def test_a_step_is_handed_over_before_its_batch() -> None:
-    steps: list[Step] = []
-    loader = ShardedLoader(numbered(9), 2, world=world(0, 2), on_step=steps.append)
-    weights = [(len(targets), steps[-1].weight) for _, targets in loader]
-    assert weights == [(2, 1.0), (2, 1.0), (1, 2.0)]
-    assert steps[-1].weight == 1.0, "a batch from elsewhere is not weighed"
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataloader_dataset_gives_the_batches_of_the_same_data_in_memory(workers: int) -> None:
-    data = numbered(11)
-    loaded = ShardedLoader(Pairs(data.inputs, data.targets), 3, seed=2, world=world(1, 2), num_workers=workers)
-    kept = ShardedLoader(data, 3, seed=2, world=world(1, 2))
-    for one, other in zip(steps_of(loaded), steps_of(kept), strict=True):
-        assert torch.equal(one.batch[0], other.batch[0])
-        assert torch.equal(one.batch[1], other.batch[1])
-        assert one.batch[0].dtype == other.batch[0].dtype
-
-
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_going_through_an_epoch_draws_no_random_numbers_from_the_model(in_memory: bool) -> None:
     # Dropout takes its masks from the same generator: it must not depend on where the samples come from.
@@ -255,15 +173,6 @@ def test_the_transform_sees_cut_batches_and_the_data_stay_as_they_are() -> None:
     assert data.inputs.dtype == torch.uint8
 
 
-def test_a_dataset_in_memory_is_a_map_style_dataset() -> None:
-    data = InMemory(torch.arange(4).float(), torch.arange(4), lambda inputs: inputs * 10)
-    assert len(data) == 4
-    assert [value.item() for value in data[3]] == [30.0, 3]
-    moved = data.to(torch.device("meta"))
-    assert {moved.inputs.device.type, moved.targets.device.type} == {"meta"}
-    assert moved.transform is data.transform
-
-
 def test_inputs_and_targets_of_different_lengths_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 inputs but 4 targets"):
         InMemory(torch.zeros(3), torch.zeros(4))
@@ -284,11 +193,3 @@ def test_an_empty_dataset_is_refused() -> None:
 def test_a_size_that_is_no_integer_is_one_line(name: str, size: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {size!r}; it must be an integer of at least 1"):
         ShardedLoader(Pairs(torch.zeros(8, 2), torch.zeros(8)), **{name: size})
-
-
-def test_a_type_checker_knows_the_options() -> None:
-    """The errors that mypy is told to ignore here must be there: strict as it is, it refuses to ignore what is none."""
-    with pytest.raises(ConfigError, match="no option 'num_worker'"):
-        ShardedLoader(numbered(4), 2, num_worker=1)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="weigh_by is for training"):
-        ShardedLoader(numbered(4), 2, training=False, weigh_by=1)  # type: ignore[arg-type]

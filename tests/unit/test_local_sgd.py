@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -30,19 +30,9 @@ def loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return value
 
 
-class Outer(NamedTuple):
-    """An outer optimizer."""
-
-    lr: float
-    momentum: float
-
-
-def rounds(*, every: int, full_updates: int = 0, outer: Outer | None = None, compression: str = "none") -> RunConfig:
+def rounds(*, every: int, full_updates: int = 0, compression: str = "none") -> RunConfig:
     """Return the settings of rounds of local updates."""
-    lr, momentum = outer or (None, 0.0)
-    return RunConfig(
-        sync_every=every, full_updates=full_updates, outer_lr=lr, outer_momentum=momentum, compression=compression
-    )
+    return RunConfig(sync_every=every, full_updates=full_updates, compression=compression)
 
 
 class Rank:
@@ -83,14 +73,10 @@ def standing(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
-def by_hand(steps: int, every: int, full: int = 0, outer: Outer | None = None) -> list[Tensor]:
+def by_hand(steps: int, every: int, full: int = 0) -> list[Tensor]:
     """Train both ranks' models in turns; return each rank's weights."""
     models = [network() for _ in range(RANKS)]
-    anchor = network()
     optimizers = [sgd(model) for model in models]
-    outside = (
-        torch.optim.SGD(anchor.parameters(), outer.lr, outer.momentum, nesterov=outer.momentum > 0) if outer else None
-    )
     for step in range(steps):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
@@ -102,45 +88,35 @@ def by_hand(steps: int, every: int, full: int = 0, outer: Outer | None = None) -
                     gradient.copy_(mean)
         for optimizer in optimizers:
             optimizer.step()
-        if step == full - 1:
-            anchor.load_state_dict(models[0].state_dict())
         if step >= full and (step - full + 1) % every == 0:
-            end_round(models, anchor, outside)
+            end_round(models)
     return [torch.cat([parameter.detach().flatten() for parameter in model.parameters()]) for model in models]
 
 
 @torch.no_grad()
-def end_round(models: list[nn.Module], anchor: nn.Module, outside: torch.optim.Optimizer | None) -> None:
-    for parameters in zip(anchor.parameters(), *(model.parameters() for model in models), strict=True):
-        mean = (parameters[1] + parameters[2]) / 2
-        parameters[0].grad = parameters[0] - mean
-        if outside is None:
-            parameters[0].copy_(mean)
-    if outside is not None:
-        outside.step()
-    for model in models:
-        model.load_state_dict(anchor.state_dict())
+def end_round(models: list[nn.Module]) -> None:
+    for parameters in zip(*(model.parameters() for model in models), strict=True):
+        mean = (parameters[0] + parameters[1]) / 2
+        for parameter in parameters:
+            parameter.copy_(mean)
 
 
-@pytest.mark.parametrize("outer", [None, Outer(lr=0.7, momentum=0.9), Outer(lr=1.0, momentum=0.0)])
 @pytest.mark.parametrize(("every", "full"), [(1, 0), (3, 0), (4, 2), (5, 13)])
 @pytest.mark.parametrize("steps", [11, 12])
-def test_rounds_are_those_of_the_paper(outer: Outer | None, every: int, full: int, steps: int) -> None:
+def test_rounds_are_those_of_the_paper(every: int, full: int, steps: int) -> None:
     def job(rank: int, strategy: Strategy) -> Tensor:
-        replica = Rank(rank, strategy, every=every, full_updates=full, outer=outer)
+        replica = Rank(rank, strategy, every=every, full_updates=full)
         replica.train(steps)
         return replica.weights()
 
-    for results, expected in zip(Threads(RANKS).run(job), by_hand(steps, every, full, outer), strict=True):
+    for results, expected in zip(Threads(RANKS).run(job), by_hand(steps, every, full), strict=True):
         torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("writers", [(0, 1), (1,)])
-def test_what_somebody_writes_into_weights_between_rounds_is_no_change_to_an_outer_optimizer(
-    writers: tuple[int, ...],
-) -> None:
+def test_what_somebody_writes_into_weights_between_rounds_is_no_change_that_is_sent(writers: tuple[int, ...]) -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
-        replica = Rank(rank, strategy, every=3, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
+        replica = Rank(rank, strategy, every=3, compression="bf16", optimizer=standing)
         replica.train(3)
         before = replica.weights()
         if rank in writers:
@@ -154,9 +130,9 @@ def test_what_somebody_writes_into_weights_between_rounds_is_no_change_to_an_out
         torch.testing.assert_close(after, before + 10.0 * len(writers) / RANKS)
 
 
-def test_an_outer_optimizers_momentum_moves_no_frozen_parameter() -> None:
+def test_what_powersgd_has_left_out_moves_no_frozen_parameter() -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor, Tensor]:
-        replica = Rank(rank, strategy, every=2, outer=Outer(lr=0.7, momentum=0.9))
+        replica = Rank(rank, strategy, every=2, compression="powersgd:1")
         replica.train(6)
         replica.synchronizer.average_weights()
         weight, bias = replica.model.parameters()
@@ -171,25 +147,18 @@ def test_an_outer_optimizers_momentum_moves_no_frozen_parameter() -> None:
         assert bool(trained.all())
 
 
-def test_an_outer_optimizer_with_rate_1_and_no_momentum_is_the_average() -> None:
-    plain = by_hand(9, 3)
-    outer = by_hand(9, 3, outer=Outer(lr=1.0, momentum=0.0))
-    torch.testing.assert_close(plain, outer, rtol=1e-12, atol=1e-12)
-
-
 def test_nothing_is_sent_within_a_round() -> None:
     threads = Threads(RANKS)
     threads.run(lambda rank, strategy: Rank(rank, strategy, every=5, full_updates=2).train(11))
     assert [name for name, _ in threads.messages] == ["whole.float64"] * 2 + ["weights.float64"]
 
 
-@pytest.mark.parametrize("outer", [None, Outer(lr=0.7, momentum=0.9)])
 @pytest.mark.parametrize("full", [0, 2])
-def test_a_rank_that_steps_without_a_backward_pass_keeps_to_the_others_rounds(full: int, outer: Outer | None) -> None:
+def test_a_rank_that_steps_without_a_backward_pass_keeps_to_the_others_rounds(full: int) -> None:
     threads = Threads(RANKS)
 
     def job(rank: int, strategy: Strategy) -> Tensor:
-        replica = Rank(rank, strategy, every=2, full_updates=full, outer=outer)
+        replica = Rank(rank, strategy, every=2, full_updates=full)
         for steps, without in ((1, True), (3, False), (2, True)):
             replica.train(steps, without_backward=without and rank == 1)
         return replica.weights()
@@ -198,33 +167,6 @@ def test_a_rank_that_steps_without_a_backward_pass_keeps_to_the_others_rounds(fu
     assert torch.equal(first, second)
     kinds = [name.partition(".")[0] for name, _ in threads.messages]
     assert kinds == ["whole"] * full + ["weights"] * (3 - full // 2)
-
-
-@pytest.mark.parametrize("outer", [None, Outer(lr=0.7, momentum=0.9)])
-def test_two_optimizers_of_one_model_are_one_update_and_end_with_the_same_weights(outer: Outer | None) -> None:
-    threads = Threads(RANKS)
-
-    def job(rank: int, strategy: Strategy) -> Tensor:
-        replica = Rank(rank, strategy, every=2, full_updates=1, outer=outer)
-        optimizers = [torch.optim.SGD([parameter], lr=0.01) for parameter in replica.model.parameters()]
-        for step in range(5):
-            replica.steps = step
-            replica.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                replica.synchronizer.after_step()
-            # The first round begins after both optimizers' steps of the synchronous update.
-            assert replica.synchronizer._has_begun == (step > 0)
-            if step == 0:
-                # Nothing differs yet, and an outer step would be one from weights of before.
-                replica.synchronizer.average_weights()
-        replica.synchronizer.average_weights()
-        return replica.weights()
-
-    first, second = threads.run(job)
-    assert torch.equal(first, second)
-    # A whole update's gradients, the averages of two rounds, and what the second optimizer has done since.
-    assert [name.partition(".")[0] for name, _ in threads.messages].count("weights") == 3
 
 
 @pytest.mark.parametrize("full", [0, 3])

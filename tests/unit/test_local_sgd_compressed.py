@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -114,73 +113,3 @@ def test_ranks_that_begin_with_different_weights_end_with_the_same(compression: 
 
     weights, _, _ = run(compression, job)
     assert float((weights[: 64 * 48] - 2).abs().max()) < 0.01
-
-
-def test_a_frozen_parameter_stays_and_one_that_is_gone_is_done_without() -> None:
-    kept: list[Tensor] = []
-
-    def job(training: Changed) -> None:
-        for _ in range(EVERY):
-            training.step()
-        training.model[0].requires_grad_(False)
-        before = training.model[0].detach().clone()
-        training.model = nn.ParameterList([*training.model][:2])
-        for _ in range(2 * EVERY):
-            training.step(scale=0.0)
-        kept.append((training.model[0].detach() - before).abs().max())
-
-    run("powersgd:1", job)
-    assert kept == [0.0] * RANKS
-
-
-@pytest.mark.parametrize("compression", ["bf16", "powersgd:4"])
-def test_a_parameter_that_is_frozen_for_some_passes_of_a_round_is_trained(compression: str) -> None:
-    def job(training: Changed) -> None:
-        for number in range(20 * EVERY):  # as the critic is in the generator's passes
-            training.model[0].requires_grad_(bool(number % EVERY))
-            training.step(scale=1e-3 if number < EVERY else 0.0)
-
-    weights, exact, _ = run(compression, job)
-    assert float((weights - exact).norm() / (exact - 1).norm()) < 0.05
-
-
-def test_a_parameter_that_one_rank_frees_before_the_others_is_sent_as_unchanged() -> None:
-    def job(training: Changed) -> None:
-        for step in range(6 * EVERY):
-            if step == EVERY * (1 + training.rank):
-                training.model = nn.ParameterList([*training.model][:2])
-            training.step()
-
-    for compression in ("bf16", "fp16"):
-        run(compression, job)
-
-
-def test_what_powersgd_has_left_is_in_its_state() -> None:
-    def train(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor, Tensor]:
-        training, other = (Changed(rank, strategy, "powersgd:2") for _ in range(2))
-        for _ in range(3 * EVERY):
-            training.step()
-        kept = copy.deepcopy((training.model.state_dict(), training.synchronizer.state_dict()))
-        other.model.load_state_dict(kept[0])
-        other.synchronizer.load_state_dict(kept[1])
-        for going_on in (training, other):
-            for _ in range(EVERY):
-                going_on.step(scale=0.0)
-        return flat(kept[0].values()), flat(training.model), flat(other.model)
-
-    for before, uninterrupted, resumed in Threads(RANKS).run(train):
-        assert torch.equal(uninterrupted, resumed)
-        assert not torch.equal(before, resumed)
-
-
-def test_another_optimizers_step_on_the_same_gradients_is_no_write_of_the_scripts() -> None:
-    def job(training: Changed) -> None:
-        for _ in range(4 * EVERY):
-            training.step(scale=1e-3)
-            with torch.no_grad():
-                training.model[1] += 1e-3 * (1 + training.rank)
-            training.synchronizer.after_step()
-
-    weights, _, threads = run("bf16", job)
-    assert [name for name, _ in threads.messages].count("anchors.float32") == 1
-    assert float((weights[64 * 48 : -1].mean() - 1 - 4 * EVERY * 2e-3).abs()) < 2e-3

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.unit.ranks_as_threads import Threads
-from tests.unit.test_local_sgd import RANKS, Outer, Rank, standing
+from tests.unit.test_local_sgd import RANKS, Rank
 from trainer.strategies.base import Strategy
 
 
@@ -37,24 +37,10 @@ def test_settling_ends_the_round_early_and_averages_the_optimizers_states_once()
     assert [name for name, _ in threads.messages] == ["weights.float64", "weights.float64", "states.float64"]
 
 
-def test_settling_averages_the_states_of_its_own_model_only() -> None:
-    def job(rank: int, strategy: Strategy) -> float:
-        replica, other = Rank(rank, strategy, every=2), nn.Linear(1, 1)
-        both = torch.optim.SGD([*replica.model.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
-        other.weight.grad = torch.full((1, 1), float(rank))
-        both.step()
-        replica.train(1)
-        replica.synchronizer.average_weights([both])
-        return float(both.state[other.weight]["momentum_buffer"])
-
-    assert Threads(RANKS).run(job) == [0.0, 1.0]
-
-
-@pytest.mark.parametrize("outer", [None, Outer(lr=0.7, momentum=0.9)])
 @pytest.mark.parametrize("compression", ["none", "bf16", "powersgd:1"])
-def test_a_run_goes_on_from_its_state_as_if_it_had_not_been_interrupted(outer: Outer | None, compression: str) -> None:
+def test_a_run_goes_on_from_its_state_as_if_it_had_not_been_interrupted(compression: str) -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
-        options = {"every": 3, "full_updates": 2, "outer": outer, "compression": compression}
+        options = {"every": 3, "full_updates": 2, "compression": compression}
         replica = Rank(rank, strategy, **options)
         replica.train(7)
         replica.synchronizer.average_weights([replica.optimizer])
@@ -74,80 +60,6 @@ def test_a_run_goes_on_from_its_state_as_if_it_had_not_been_interrupted(outer: O
         assert torch.equal(uninterrupted, resumed)
 
 
-def test_a_run_that_goes_on_with_whole_gradients_takes_its_anchors_after_them() -> None:
-    def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
-        options = {"every": 2, "outer": Outer(lr=0.7, momentum=0.9)}
-        replica = Rank(rank, strategy, **options)
-        replica.train(4)
-        replica.synchronizer.average_weights([replica.optimizer])
-        resumed = Rank(rank, strategy, **options, full_updates=10, optimizer=standing)
-        resumed.model.load_state_dict(replica.model.state_dict())
-        resumed.synchronizer.load_state_dict(copy.deepcopy(replica.synchronizer.state_dict()))
-        for velocity in resumed.synchronizer._anchors.velocities.values():
-            velocity.zero_()
-        with torch.no_grad():
-            for parameter in resumed.model.parameters():
-                parameter.add_(10.0)  # in place of what whole gradients change
-        trained = resumed.weights()
-        resumed.train(10)
-        return trained, resumed.weights()
-
-    for trained, after in Threads(RANKS).run(job):
-        torch.testing.assert_close(after, trained)
-
-
-def test_a_state_that_some_ranks_alone_have_stays_as_it_is() -> None:
-    def job(rank: int, strategy: Strategy) -> list[list[float]]:
-        replica = Rank(rank, strategy, every=2)
-        optimizer = torch.optim.SGD(replica.model.parameters(), lr=0.1, momentum=0.9)
-        for place, parameter in enumerate(replica.model.parameters()):
-            if place != rank:  # each rank has reached another branch
-                optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, rank + 1.0)
-            optimizer.state[parameter]["sum"] = torch.full_like(parameter, float(rank))
-        replica.train(1)
-        replica.synchronizer.average_weights([optimizer])
-        return [
-            sorted({float(value.mean()) for value in optimizer.state[parameter].values()})
-            for parameter in replica.model.parameters()
-        ]
-
-    assert Threads(RANKS).run(job) == [[[0.5], [0.5, 1.0]], [[0.5, 2.0], [0.5]]]
-
-
-def test_without_a_state_of_its_own_the_outer_optimizer_begins_at_the_loaded_weights() -> None:
-    def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
-        replica = Rank(rank, strategy, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
-        replica.train(1)
-        with torch.no_grad():
-            for parameter in replica.model.parameters():
-                parameter.add_(5)
-        loaded = replica.weights()
-        replica.synchronizer.load_state_dict({"kind": "powersgd"})
-        replica.train(2)
-        return loaded, replica.weights()
-
-    for loaded, trained in Threads(RANKS).run(job):
-        torch.testing.assert_close(loaded, trained)
-
-
-@pytest.mark.parametrize("saved", [{}, {"weight": torch.ones(1, 1)}], ids=["none", "another shape"])
-def test_a_parameter_without_an_anchor_in_the_state_begins_at_the_loaded_weights(saved: dict[str, Tensor]) -> None:
-    def job(rank: int, strategy: Strategy) -> tuple[Tensor, Tensor]:
-        replica = Rank(rank, strategy, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
-        replica.train(1)
-        state = replica.synchronizer.state_dict()
-        anchors, velocities = ({"bias": state[kind]["bias"].clone(), **saved} for kind in ("anchors", "velocities"))
-        other = Rank(rank, strategy, every=1, outer=Outer(lr=0.7, momentum=0.9), optimizer=standing)
-        next(other.model.parameters()).data.add_(5)
-        loaded = other.weights()
-        other.synchronizer.load_state_dict({**state, "anchors": anchors, "velocities": velocities})
-        other.train(2)
-        return loaded, other.weights()
-
-    for loaded, weights in Threads(RANKS).run(job):
-        torch.testing.assert_close(loaded, weights)
-
-
 def test_settling_leaves_states_that_are_no_numbers_for_each_weight_as_they_are() -> None:
     def job(rank: int, strategy: Strategy) -> tuple[Tensor, int, str]:
         replica = Rank(rank, strategy, every=2)
@@ -160,15 +72,3 @@ def test_settling_leaves_states_that_are_no_numbers_for_each_weight_as_they_are(
     for rank, (counts, length, note) in enumerate(Threads(RANKS).run(job)):
         assert counts.tolist() == [[rank] * 3] * 2
         assert (length, note) == (rank + 1, "text")
-
-
-def test_anchors_are_kept_from_the_first_round_on() -> None:
-    def job(rank: int, strategy: Strategy) -> list[bool]:
-        replica = Rank(rank, strategy, every=2, full_updates=2, outer=Outer(lr=0.7, momentum=0.9))
-        kept = []
-        for _ in range(3):
-            replica.train(1)
-            kept.append(bool(replica.synchronizer.state_dict()["anchors"]))
-        return kept
-
-    assert Threads(RANKS).run(job) == [[False, False, True]] * RANKS

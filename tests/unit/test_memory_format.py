@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import spectral_norm
 
 from trainer import CheckpointConfig, InMemory, Trainer, TrainerConfig
 from trainer.models.memory_format import to_channels_last
@@ -50,12 +49,3 @@ def test_what_an_optimizer_has_kept_already_gets_the_weights_order() -> None:
     after = optimizer.state[model.weight]["momentum_buffer"]
     assert after.stride() == model.weight.stride() != before.stride()
     assert torch.equal(after, before)
-
-
-def test_computed_weights_and_other_dimensions_are_left_alone() -> None:
-    computed, volume = spectral_norm(nn.Conv2d(3, 4, 3)), nn.Conv3d(2, 2, 2)
-    model = nn.ModuleList([computed, volume])
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    to_channels_last(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert volume.weight.is_contiguous()

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from examples.datasets.mnist import find_mnist, normalize, read_idx, read_mnist
-from tests.unit.mnist_files import (
-    NAMES,
-    TEST_IMAGES,
-    TEST_LABELS,
-    TRAIN_IMAGES,
-    TRAIN_LABELS,
-    idx,
-    images,
-    labels,
-    write_mnist,
-)
+from examples.datasets.mnist import find_mnist, read_mnist
+from tests.unit.mnist_files import TEST_LABELS, TRAIN_IMAGES, TRAIN_LABELS, idx, images, labels, write_mnist
 from trainer.errors import DataError
 
 
@@ -37,41 +25,10 @@ def test_the_files_are_read_as_images_and_labels(tmp_path: Path, gz: bool) -> No
     assert (len(test), test.inputs.shape) == (4, (4, 1, 28, 28))
 
 
-def test_batches_are_normalised_to_mean_0_and_deviation_1() -> None:
-    black_and_white = normalize(torch.tensor([0, 255], dtype=torch.uint8))
-    assert black_and_white.dtype == torch.float32
-    assert black_and_white.tolist() == pytest.approx([-0.1307 / 0.3081, (1 - 0.1307) / 0.3081], rel=1e-5)
-
-
-def test_reading_leaves_the_images_unnormalised_until_a_batch_is_cut(tmp_path: Path) -> None:
-    train, _ = read_mnist(write_mnist(tmp_path))
-    assert train.transform is normalize
-
-
-def test_plain_and_compressed_files_may_be_mixed_and_the_plain_one_is_read(tmp_path: Path) -> None:
-    write_mnist(tmp_path, gz=True)
-    (tmp_path / TRAIN_LABELS).write_bytes(idx(np.full(12, 7, dtype=np.uint8)))
-    (tmp_path / (TEST_LABELS + ".gz")).rename(tmp_path / "moved")
-    (tmp_path / TEST_LABELS).write_bytes(labels(4))
-    train, test = read_mnist(tmp_path)
-    assert train.targets.tolist() == [7] * 12
-    assert len(test) == 4
-
-
 IMAGES = images(12)
 DAMAGED = {
     "empty": (b"", "begins with nothing"),
     "a web page": (b"<html>404 Not Found</html>", "is no IDX file of bytes with 3 dimensions: it begins with 3c68746d"),
-    "labels": (labels(12), "begins with 00000801, not 00000803"),
-    "floats": (b"\0\0\x0d\3" + IMAGES[4:], "begins with 00000d03"),
-    "no images of a size": (
-        b"\0\0\x08\3" + struct.pack(">3I", 0, 0xFEFFFFFF, 0xFFCA0000),
-        "at most 268,435,456 are read",
-    ),
-    "cut in the magic number": (IMAGES[:3], "begins with 000008"),
-    "cut after the magic number": (IMAGES[:4], "is truncated"),
-    "cut in a dimension": (IMAGES[:9], "is truncated"),
-    "cut after a dimension": (IMAGES[:12], "is truncated"),
     "cut after the head": (IMAGES[:16], "is truncated: its head announces 12 × 28 × 28 bytes, 9424 with the head"),
     "cut in the last image": (IMAGES[:-1], "is truncated.*and it has 9423"),
     "too long": (IMAGES + b"\0", "is too long.*and it has 9425"),
@@ -81,85 +38,27 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("gz", [False, True])
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path: Path, damage: str, gz: bool) -> None:
+def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path: Path, damage: str) -> None:
     content, message = DAMAGED[damage]
-    write_mnist(tmp_path, gz=gz, replace={TRAIN_IMAGES: content})
+    write_mnist(tmp_path, replace={TRAIN_IMAGES: content})
     with pytest.raises(DataError, match=message) as caught:
         read_mnist(tmp_path)
     assert TRAIN_IMAGES in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def flip(content: bytes, place: int) -> bytes:
-    changed = bytearray(content)
-    changed[place] ^= 0xFF
-    return bytes(changed)
-
-
-PACKED = gzip.compress(IMAGES)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        PACKED[:5],
-        PACKED[: len(PACKED) // 2],
-        PACKED[:-4],
-        flip(PACKED, 0),
-        flip(PACKED, 10),
-        flip(PACKED, len(PACKED) // 2),
-        flip(PACKED, len(PACKED) - 6),
-        IMAGES,
-        zlib.compress(IMAGES),
-        PACKED + b"more",
-    ],
-    ids=[
-        "cut in its head",
-        "cut in the middle",
-        "cut in its checksum",
-        "another magic number",
-        "damaged at the start",
-        "damaged in the middle",
-        "wrong checksum",
-        "not compressed",
-        "compressed otherwise",
-        "something after it",
-    ],
-)
-def test_a_damaged_archive_is_named(tmp_path: Path, content: bytes) -> None:
-    write_mnist(tmp_path, gz=True)
-    (tmp_path / (TRAIN_IMAGES + ".gz")).write_bytes(content)
-    with pytest.raises(DataError, match=TRAIN_IMAGES + r"\.gz is damaged or truncated"):
-        read_mnist(tmp_path)
-
-
-def test_an_empty_archive_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "empty.gz"
-    path.write_bytes(b"")
-    with pytest.raises(DataError, match=r"empty\.gz"):
-        read_idx(path, dimensions=1)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     write_mnist(tmp_path)
-    (tmp_path / name).unlink()
-    with pytest.raises(DataError, match=f"{name} cannot be read: No such file"):
+    (tmp_path / TEST_LABELS).unlink()
+    with pytest.raises(DataError, match=f"{TEST_LABELS} cannot be read: No such file"):
         read_mnist(tmp_path)
-
-
-def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
-        read_idx(tmp_path, dimensions=1)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         (TRAIN_LABELS, labels(11), f"{TRAIN_IMAGES} holds 12 images, but .*{TRAIN_LABELS} holds 11 labels"),
-        (TEST_LABELS, labels(12), f"{TEST_IMAGES} holds 4 images, but .*{TEST_LABELS} holds 12 labels"),
         (TEST_LABELS, idx(np.array([0, 9, 10, 3], dtype=np.uint8)), f"{TEST_LABELS} holds the label 10"),
     ],
 )
@@ -178,8 +77,8 @@ def test_the_files_are_found_in_the_folder_itself_and_where_torchvision_puts_the
     assert find_mnist(tmp_path) == tmp_path / place
 
 
-def test_a_folder_that_lacks_a_file_or_is_not_there_is_not_found(tmp_path: Path) -> None:
-    assert find_mnist(tmp_path / "nowhere") is None
-    write_mnist(tmp_path / "MNIST" / "raw")
-    (tmp_path / "MNIST" / "raw" / TEST_LABELS).unlink()
-    assert find_mnist(tmp_path) is None
+def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
+    archive = write_mnist(tmp_path, gz=True) / f"{TRAIN_IMAGES}.gz"
+    archive.write_bytes(archive.read_bytes()[:-4])
+    with pytest.raises(DataError, match=TRAIN_IMAGES + r"\.gz is damaged or truncated"):
+        read_mnist(tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,6 @@ from trainer.cluster.network import (
     choose_gloo_interface,
     choose_nccl_interface,
     host_id,
-    interface_of,
 )
 
 LAUNCHERS = ("OMPI_MCA_btl_tcp_if_include", "HOROVOD_GLOO_IFACE")
@@ -90,9 +88,7 @@ def test_a_network_that_this_host_does_not_have_is_an_error(
     [
         ({}, "10.9.9.9", "=eth8"),
         ({}, "127.0.0.1", None),
-        ({}, None, None),
         ({"OMPI_MCA_btl_tcp_if_include": "10.0.0.0/31,10.1.2.2/31"}, None, "=eth7"),
-        ({"OMPI_MCA_btl_tcp_if_include": "10.1.2.0/24", "TRAINER_NETWORK": "10.9.9.0/24"}, None, "=eth8"),
         ({"NCCL_SOCKET_IFNAME": "ib0"}, "10.9.9.9", "ib0"),
     ],
 )
@@ -105,20 +101,6 @@ def test_nccl_takes_this_hosts_own_interface(
     monkeypatch.setenv("NCCL_CONF_FILE", "/none")
     choose_nccl_interface(address)
     assert (os.environ["NCCL_SOCKET_IFNAME"] or None) == chosen
-
-
-def test_the_interface_of_a_file_of_nccls_settings_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
-    monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "nccl.conf"))
-    (tmp_path / "nccl.conf").write_text("NCCL_IB_HCA=mlx5_0\nNCCL_SOCKET_IFNAME=ib0\n")
-    choose_nccl_interface("10.9.9.9")
-    assert not os.environ["NCCL_SOCKET_IFNAME"]
-
-
-def test_an_interface_is_found_by_its_address() -> None:
-    assert interface_of("10.9.9.9") == "eth8"
-    with pytest.raises(ConfigError, match=r"no interface of this host has the address 10\.0\.0\.1"):
-        interface_of("10.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +122,6 @@ def test_gloo_listens_on_the_jobs_interface_unless_it_is_told_another(
         (False, "10.1.2.3", "", "10.1.2.3"),
         (False, "10.1.2.3", "10.9.0.0/16", "10.9.9.9"),
         (False, "127.0.0.1", "", None),  # rank 0's host, whose name is one for the loopback address
-        (False, None, "", None),
     ],
 )
 def test_the_jobs_address_under_a_launcher_that_sets_master_addr(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
 from trainer.strategies.base import Strategy
-from trainer.strategies.compress.power_sgd import Factors, PowerSGD, PowerSGDSynchronizer
+from trainer.strategies.compress.power_sgd import Factors, PowerSGDSynchronizer
 
 SHAPES = {"matrix": (12, 9), "kernel": (6, 4, 3, 3), "bias": (12,), "scale": ()}
 FLAGS = len(SHAPES)
@@ -68,31 +67,6 @@ def close(tensor: Tensor, other: Tensor, tolerance: float = 1e-12) -> bool:
     return float((tensor - other).norm()) <= tolerance * max(1.0, float(other.norm()))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_factors_as_wide_as_the_matrix_give_the_mean(ranks: int) -> None:
-    def job(rank: int, strategy: Strategy) -> list[dict[str, Tensor]]:
-        replica = Rank(strategy, rank=100)
-        return [replica.update(gradients(rank, step)) for step in range(3)]
-
-    threads = Threads(ranks)
-    for results in threads.run(job):
-        for step, applied in enumerate(results):
-            assert all(close(applied[name], mean) for name, mean in means(ranks, step).items())
-    # No factor is wider than its matrix, 9 and 6, whatever the setting.
-    assert threads.messages[:2] == [("left.float64", 12 * 9 + 6 * 6 + 13 + FLAGS), ("right.float64", 9 * 9 + 36 * 6)]
-
-
-def test_gradients_in_another_order_in_memory_get_the_same_values() -> None:
-    def job(rank: int, strategy: Strategy, order: torch.memory_format) -> list[Tensor]:
-        replica = Rank(strategy, Parameters().to(memory_format=order))
-        return [replica.update(gradients(rank, step))["kernel"] for step in range(3)]
-
-    orders = torch.contiguous_format, torch.channels_last
-    expected, results = (Threads(2).run(partial(job, order=order))[0] for order in orders)
-    assert all(kernel.is_contiguous(memory_format=torch.channels_last) for kernel in results)
-    assert all(torch.equal(*pair) for pair in zip(expected, results, strict=True))
-
-
 def test_updates_and_the_mean_error_add_up_to_the_mean_gradients() -> None:
     def job(rank: int, strategy: Strategy) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         replica = Rank(strategy)
@@ -109,52 +83,6 @@ def test_updates_and_the_mean_error_add_up_to_the_mean_gradients() -> None:
         assert float(errors["matrix"].norm()) > 1.0  # something was left out
 
 
-def test_a_gradient_that_stays_the_same_is_found_by_the_warm_start() -> None:
-    given = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))).Q
-    given = given[:, :4] @ torch.diag(torch.tensor([8.0, 4.0, 0.2, 0.1], dtype=torch.float64)) @ given[:9, :4].T
-
-    def job(rank: int, strategy: Strategy) -> list[float]:
-        replica = Rank(strategy)
-        results = []
-        for _ in range(6):
-            applied = replica.update({**gradients(rank, 0), "matrix": given})["matrix"]
-            results.append(float((applied - given).norm() / given.norm()))
-            replica.factors().error.zero_()  # the power iteration by itself
-        return results
-
-    (results,) = Threads(1).run(job)
-    best = float(torch.linalg.svdvals(given)[2:].norm() / given.norm())
-    assert results[-1] < 1.001 * best < results[0]
-
-
-def test_all_left_factors_go_in_one_message_with_the_small_gradients_and_all_right_ones_in_another() -> None:
-    threads = Threads(2)
-
-    def job(rank: int, strategy: Strategy) -> None:
-        replica = Rank(strategy, full_updates=1)
-        replica.update(gradients(rank, 0))
-        replica.update(gradients(rank, 1))
-
-    threads.run(job)
-    small = 12 + 1
-    left, right = 2 * (12 + 6), 2 * (9 + 36)
-    whole = 12 * 9 + 6 * 36 + small
-    kinds = "whole.float64", "left.float64", "right.float64"
-    assert threads.messages == list(zip(kinds, (whole + FLAGS, left + small + FLAGS, right), strict=True))
-
-
-def test_the_first_updates_are_the_mean_and_leave_no_error() -> None:
-    def job(rank: int, strategy: Strategy) -> tuple[list[dict[str, Tensor]], float]:
-        replica = Rank(strategy, full_updates=2)
-        results = [replica.update(gradients(rank, step)) for step in range(2)]
-        return results, float(replica.errors()["matrix"].norm())
-
-    for results, error in Threads(2).run(job):
-        assert error == 0
-        for step, applied in enumerate(results):
-            assert all(close(applied[name], mean) for name, mean in means(2, step).items())
-
-
 def test_a_matrix_whose_factors_save_too_little_is_sent_whole() -> None:
     threads = Threads(1)
     threads.run(lambda rank, strategy: Rank(strategy, least_saving=2.0).update(gradients(rank, 0)))
@@ -162,17 +90,6 @@ def test_a_matrix_whose_factors_save_too_little_is_sent_whole() -> None:
     assert threads.messages[0][1] == 2 * (12 + 6) + 13 + FLAGS
     threads.run(lambda rank, strategy: Rank(strategy, least_saving=3.0).update(gradients(rank, 0)))
     assert threads.messages[-1] == ("left.float64", 12 * 9 + 6 * 36 + 13 + FLAGS)
-
-
-def test_a_gradient_of_zeros_does_not_end_the_approximation() -> None:
-    def job(rank: int, strategy: Strategy) -> Tensor:
-        replica = Rank(strategy)
-        for step in range(2):
-            replica.update({name: 0 * gradient for name, gradient in gradients(rank, step).items()})
-        return replica.update(gradients(rank, 7))["matrix"]
-
-    for results in Threads(2).run(job):
-        assert torch.linalg.matrix_rank(results) == 2
 
 
 def test_what_is_not_finite_on_one_rank_is_nan_on_all_and_forgotten_afterwards() -> None:
@@ -227,37 +144,3 @@ def update_after(state: dict[str, Any]) -> Tensor:
     matrix: Tensor = means(2, 3)["matrix"] + state["errors"]["matrix"]
     basis: Tensor = torch.linalg.qr(matrix @ state["factors"]["matrix"]).Q
     return basis @ basis.T @ matrix
-
-
-def test_a_state_of_another_kind_or_of_other_shapes_is_left_out() -> None:
-    def job(rank: int, strategy: Strategy) -> int:
-        replica = Rank(strategy, rank=3)
-        before = replica.factors().right.clone()
-        for other in ({}, {"kind": "local", "updates": 5}):
-            replica.synchronizer.load_state_dict(other)
-            assert replica.synchronizer.updates == 0
-        state = Rank(strategy, rank=2).synchronizer.state_dict()
-        del state["errors"]["kernel"], state["factors"]["kernel"]  # frozen at that time
-        state["errors"]["matrix"] += 1
-        replica.synchronizer.load_state_dict(state)
-        assert torch.equal(replica.factors().right, before)
-        return int(replica.factors().error.sum())
-
-    assert Threads(1).run(job) == [12 * 9]
-
-
-def test_gradients_in_16_bits_are_approximated_in_32() -> None:
-    threads = Threads(2)
-
-    def job(rank: int, strategy: Strategy) -> torch.dtype:
-        replica = Rank(strategy, Parameters(torch.bfloat16))
-        return replica.update(gradients(rank, 0, torch.bfloat16))["matrix"].dtype
-
-    assert threads.run(job) == [torch.bfloat16] * 2
-    assert [name for name, _ in threads.messages] == ["left.float32", "right.float32"]
-
-
-def test_complex_gradients_are_sent_whole() -> None:
-    weight = nn.Parameter(torch.zeros(64, 48, dtype=torch.complex64))
-    assert PowerSGD([("weight", weight)], 2).factors == {}
-    assert len(PowerSGD([("weight", nn.Parameter(torch.zeros(64, 48)))], 2).factors) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import subprocess
 import sys
@@ -47,18 +46,3 @@ def test_importing_the_package_loads_no_pytorch() -> None:
 def test_the_reference_shows_every_public_name() -> None:
     page = Path(trainer.__file__).parent.parent / "docs" / "reference.md"
     assert sorted(re.findall(r"^::: trainer\.(\w+)$", page.read_text(), re.MULTILINE)) == trainer.__all__
-
-
-@pytest.mark.parametrize("name", trainer.__all__)
-def test_every_public_name_and_member_has_a_docstring(name: str) -> None:
-    public = getattr(trainer, name)
-    members = (
-        {key: value for key, value in vars(public).items() if not key.startswith("_")}
-        if isinstance(public, type)
-        else {}
-    )
-    documented = {
-        name: public,
-        **{key: value for key, value in members.items() if callable(value) or isinstance(value, property)},
-    }
-    assert not [key for key, value in documented.items() if not inspect.getdoc(value)]

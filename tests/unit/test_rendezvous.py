@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,44 +14,33 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.unit.ranks_as_threads import Threads
 from trainer import World
 from trainer.cluster import rendezvous as module
-from trainer.cluster.process_group import join_group
 from trainer.cluster.rendezvous import Rendezvous, _open_file, _share_memory, init_process_group
 
 DESCRIPTORS = Path("/proc/self/fd")
 
 
-class Exchange:
-    """What the threads share that stand for the ranks of a job: each rank's text, and a barrier."""
-
-    def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks, timeout=30)
-        self.texts = [""] * ranks
-
-
 class ThreadRendezvous(Rendezvous):
     """The rendezvous of a rank that is a thread."""
 
-    def __init__(self, world: World, exchange: Exchange) -> None:
+    def __init__(self, world: World, threads: Threads) -> None:
         self.close = lambda: None
-        self._rank, self._exchange = world.rank, exchange
+        self._gather = threads.strategy(world.rank).all_gather_object
 
     def all_gather(self, text: str) -> list[str]:
-        self._exchange.texts[self._rank] = text
-        self._exchange.barrier.wait()
-        texts = list(self._exchange.texts)
-        self._exchange.barrier.wait()
+        texts: list[str] = self._gather(text)
         return texts
 
 
 def stores_of(ranks: int) -> list[Any]:
     """Return the store of each rank of a new start."""
-    exchange = Exchange(ranks)
+    threads = Threads(ranks)
 
     def share(rank: int) -> Any:
         world = World(rank=rank, size=ranks)
-        return _share_memory(world, ThreadRendezvous(world, exchange))
+        return _share_memory(world, ThreadRendezvous(world, threads))
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(share, range(ranks)))
@@ -140,7 +128,7 @@ def test_a_job_on_one_host_serves_no_store(
     hosts: tuple[str, str], is_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On several hosts it does, as without a file that all ranks can open."""
-    exchange, stores, this = Exchange(2), {}, threading.local()
+    threads, stores, this = Threads(2), {}, threading.local()
     monkeypatch.setattr(module, "host_id", lambda: hosts[this.rank])
     monkeypatch.setattr(module, "address_toward", lambda _: "127.0.0.1")
     monkeypatch.setattr(module, "choose_gloo_interface", lambda _: None)
@@ -149,7 +137,7 @@ def test_a_job_on_one_host_serves_no_store(
     def join(rank: int) -> None:
         this.rank = rank
         world = World(rank=rank, size=2)
-        init_process_group("gloo", world, ThreadRendezvous(world, exchange))
+        init_process_group("gloo", world, ThreadRendezvous(world, threads))
 
     with closed_afterwards():
         with ThreadPoolExecutor(2) as pool:
@@ -159,46 +147,3 @@ def test_a_job_on_one_host_serves_no_store(
         stores[0].set("key", "value")
         assert stores[1].get("key") == b"value"
         stores.clear()
-
-
-@pytest.mark.parametrize(("told", "taken"), [("", "lo"), ("eth7", "eth7")])
-def test_gloo_of_a_rank_that_is_alone_listens_on_the_loopback_interface(
-    told: str, taken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its jobs' environment stays as it was, because it may start some on several hosts."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", told)
-    if not told:
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    seen: list[str | None] = []
-    start: Callable[..., object] = lambda *_, **__: seen.append(os.environ.get("GLOO_SOCKET_IFNAME"))  # noqa: E731
-    monkeypatch.setattr(dist, "init_process_group", start)
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    join_group(World())
-    assert seen == [taken]
-    assert os.environ.get("GLOO_SOCKET_IFNAME", "") == told
-
-
-def test_over_torchruns_store_each_rank_but_the_first_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, asked = dist.HashStore(), Counter[int]()  # type: ignore[attr-defined]
-
-    class Counted:
-        """The store, as a rank sees it."""
-
-        def __init__(self, rank: int) -> None:
-            self._rank = rank
-
-        def set(self, key: str, value: str) -> None:
-            store.set(key, value)
-
-        def get(self, key: str) -> bytes:
-            asked[self._rank] += 1
-            return bytes(store.get(key))
-
-    def exchange(rank: int) -> list[str]:
-        return Rendezvous(World(rank=rank, size=4, launcher="torchrun")).all_gather(f"text of {rank}")
-
-    monkeypatch.setattr(dist, "rendezvous", lambda _, rank, world_size: iter([(Counted(rank), rank, world_size)]))
-    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(exchange, range(4))) == [[f"text of {rank}" for rank in range(4)]] * 4
-    assert [asked[rank] for rank in (1, 2, 3)] == [1, 1, 1]

@@ -16,14 +16,10 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from tests.distributed.harness import checks_in
 from tests.distributed.jobs import HANDLE
 from tests.distributed.reference import make_data, make_model, sgd
-from trainer import ConfigError, InMemory, Run, Trainer, TrainerConfig, TrainerError, World, init
-from trainer.models.sync_batch_norm import GlobalBatchNorm
+from trainer import ConfigError, InMemory, Trainer, TrainerConfig, TrainerError, World, init
 from trainer.strategies.single import SingleStrategy
 
-# A single rank has no other to differ from.
-CHECKS = {
-    name: module for name, module in checks_in(HANDLE).items() if name != "check_datasets_of_different_sizes_are_told"
-}
+CHECKS = checks_in(HANDLE)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -72,30 +68,9 @@ def test_a_mistake_in_the_call_of_init_is_one_line() -> None:
     assert "init has no setting 'mixed_precision'" in done.stderr
 
 
-def test_the_handle_has_the_worlds_names() -> None:
-    run = init(SingleStrategy(World(rank=0, size=1, local_rank=0)))
-    assert (run.rank, run.world_size, run.local_rank, run.is_root) == (0, 1, 0, True)
-    assert (run.device, run.host) == (torch.device("cpu"), run.world.host)
-
-
-def test_parameters_outside_every_model_are_refused() -> None:
-    model, temperature = nn.Linear(2, 1), nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
-    with pytest.raises(ConfigError, match="holds 1 parameters that the model does not"):
-        init("single").prepare(model, optimizer)
-
-
 def test_what_is_neither_a_model_nor_an_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"was given Linear, InMemory; run\.loader takes datasets"):
         init("single").prepare(nn.Linear(2, 1), make_data(4))  # type: ignore[arg-type]
-
-
-def test_one_object_is_returned_by_itself_and_several_in_their_order() -> None:
-    run, model, other = init("single"), nn.Linear(2, 1), nn.Linear(2, 1)
-    optimizer = sgd(model)
-    assert run.prepare(model) is model
-    assert run.prepare(optimizer) is optimizer
-    assert run.prepare(sgd(other), other)[1] is other
 
 
 @pytest.mark.parametrize(
@@ -138,12 +113,6 @@ def test_a_data_loader_is_not_taken_for_a_dataset() -> None:
         init("single").loader(torch.utils.data.DataLoader(Words()), 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.complex64, torch.bool])
-def test_values_of_any_type_are_all_reduced(dtype: torch.dtype) -> None:
-    value = torch.tensor([1, 0, 1]).to(dtype)
-    assert init("single").all_reduce(value, "sum").tolist() == [1, 0, 1]
-
-
 class Words(torch.utils.data.Dataset[str]):
     def __len__(self) -> int:
         return 5
@@ -174,59 +143,6 @@ def test_a_collate_function_makes_the_batches_with_and_without_workers(options: 
         batches = list(loader)
         assert [batch.codes.tolist() for batch in batches] == [[97, 98], [99, 100], [101]]
         assert {batch.moved_to for batch in batches} == {"cpu"}
-
-
-def scaled_step(run: Run, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, loss: Tensor) -> None:
-    run.backward(scaler.scale(loss))
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-
-
-class Wrapping(torch.amp.GradScaler):
-    """As timm's and other libraries' are."""
-
-    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().step(optimizer, *args, **kwargs)
-
-
-@pytest.mark.parametrize("make_scaler", [torch.amp.GradScaler, Wrapping])
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_epoch_of_fp16_goes_on_after_an_infinite_gradient(make_scaler: Any, fused: bool) -> None:
-    """The gradient scaler starts at 65536, where a loss of this size overflows: that step is skipped."""
-    run, model = init("single", device="cpu", precision="fp16"), nn.Linear(1, 1)
-    forward, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6, fused=fused))
-    scaler, before = make_scaler("cpu"), model.weight.item()
-    scaled_step(run, optimizer, scaler, forward(torch.full((1, 1), 1e36)).sum())
-    assert model.weight.item() == before
-    for _ in range(3):
-        scaled_step(run, optimizer, scaler, forward(torch.ones(1, 1)).sum())
-    assert model.weight.item() == pytest.approx(before - 3e-6, abs=1e-7)
-
-
-def test_a_step_under_fp16_that_no_scaler_takes_is_told_what_to_write() -> None:
-    run, model = init("single", device="cpu", precision="fp16"), nn.Linear(1, 1)
-    forward, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
-    before = model.weight.item()
-    disabled = torch.amp.GradScaler("cpu", enabled=False)
-    for step in (optimizer.step, lambda: disabled.step(optimizer)):
-        run.backward(forward(torch.ones(1, 1)).sum())
-        with pytest.raises(TrainerError, match="not called by an enabled GradScaler") as told:
-            step()
-        assert "\n" not in str(told.value)
-    for line in (
-        "scaler = torch.amp.GradScaler(run.device.type)",
-        "run.backward(scaler.scale(loss))",
-        "scaler.unscale_(optimizer), before clipping",
-        "scaler.step(optimizer)",
-        "scaler.update()",
-        'run.checkpoints(…, state={"scaler": scaler})',
-    ):
-        assert line in str(told.value)
-    assert model.weight.item() == before
-    with pytest.raises(ConfigError, match="a closure cannot be combined with fp16"):
-        optimizer.step(lambda: 0.0)
 
 
 def test_fp16_without_a_prepared_optimizer_is_refused() -> None:
@@ -291,15 +207,6 @@ def test_a_dataset_of_dicts_is_refused_by_the_trainer_in_one_line() -> None:
         trainer.fit(rows, epochs=1)  # type: ignore[arg-type]
 
 
-def test_a_later_start_takes_the_order_of_an_uninterrupted_run() -> None:
-    run, data = init("single"), make_data(10)
-    loader = run.loader(data, 4)
-    whole = [[batch[1].tolist() for batch in loader] for _ in run.epochs(3)]
-    run = init("single")
-    loader = run.loader(data, 4)
-    assert [[batch[1].tolist() for batch in loader] for _ in run.epochs(3, start=1)] == whole[1:]
-
-
 def test_a_backward_pass_before_prepare_is_told() -> None:
     run, model = init("single"), nn.Linear(2, 1)
     with pytest.raises(TrainerError, match=r"^run\.backward came before run\.prepare"):
@@ -321,19 +228,6 @@ def test_zero_grad_within_an_update_is_told() -> None:
     next(inputs)
     with pytest.raises(TrainerError, match=r"earlier batches are gone, and accumulate is 2; call zero_grad only after"):
         run.backward(forward(torch.ones(1, 2)).sum())
-
-
-def test_a_padding_batch_has_no_samples() -> None:
-    run = init(OfTwo(World(rank=1, size=2)))
-    seen = [run.batch_samples for _ in run.loader(InMemory(torch.ones(5, 2), torch.ones(5)), 2)]
-    assert seen == [2, 0]
-
-
-def test_a_pass_that_counts_for_nothing_leaves_the_next_one_as_it_is() -> None:
-    run = init("single", sync_batch_norm=True)
-    model = run.prepare(make_model(batch_norm=True))
-    run.backward(model(make_data(4).inputs).sum(), samples=0)
-    assert all(layer.is_weighed for layer in model.modules() if isinstance(layer, GlobalBatchNorm))
 
 
 def order_of(loader: Any) -> list[int]:

@@ -83,7 +83,6 @@ def test_a_script_that_accumulates_already_is_to_take_more_steps_than_it_does() 
         ({}, {"--compression", "--accumulate", "--sync-every"}),
         ({"compression": "powersgd:4"}, {"--accumulate", "--sync-every"}),
         ({"sync_every": 4}, {"--compression", "--accumulate"}),
-        ({"outer_lr": 0.7}, {"--compression", "--accumulate"}),
     ],
 )
 def test_nothing_is_advised_that_the_script_does_or_that_does_not_go_with_it(

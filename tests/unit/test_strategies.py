@@ -7,20 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD
 
 from examples.strategies import STRATEGIES
 from trainer import ConfigError, World
-from trainer.config import RunConfig
-from trainer.strategies import NAMES, choose_strategy, make_strategy
-from trainer.strategies.base import Strategy, broadcast_optimizer_state
-from trainer.strategies.gradients import NamedParameters, Synchronizer
-from trainer.strategies.single import SingleStrategy
+from trainer.strategies import choose_strategy, make_strategy
 
 TWO = World(size=2, local_size=2, launcher="mpirun")
 
@@ -68,36 +61,6 @@ def test_auto_chooses_by_the_launcher(launcher: str, size: int, expected: str) -
     assert choose_strategy("auto", World(size=size, local_size=size, launcher=launcher)) == expected
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "auto"])
-@pytest.mark.parametrize("launcher", ["python", "mpirun", "torchrun"])
-def test_a_name_stands_for_itself_whatever_the_launcher(name: str, launcher: str) -> None:
-    assert choose_strategy(name, World(launcher=launcher)) == name
-
-
-def test_single_refuses_several_ranks() -> None:
-    with pytest.raises(ConfigError, match="strategy 'single' trains alone, but mpirun started 2 ranks"):
-        make_strategy("single", TWO)
-
-
-def test_single_is_a_world_of_one() -> None:
-    strategy = make_strategy("auto", World())
-    assert isinstance(strategy, SingleStrategy)
-    model = nn.Linear(2, 1)
-    assert type(strategy.prepare(model, list(model.named_parameters()), RunConfig())) is Synchronizer
-    assert strategy.wrap(model) is model
-    tensor = torch.tensor([1.0, 2.0])
-    assert strategy.all_reduce(tensor) is tensor
-    assert strategy.broadcast(tensor) is tensor
-    assert tensor.tolist() == [1.0, 2.0]
-    assert strategy.broadcast_object({"a": 1}) == {"a": 1}
-    assert strategy.all_gather_object("mine") == ["mine"]
-    assert strategy.tuning == {"tuned": "1"}
-    assert "rank 0 of 1" in strategy.description
-    strategy.barrier()
-    strategy.close()
-    strategy.close()
-
-
 @pytest.mark.distributed
 def test_importing_the_library_imports_no_strategys_package() -> None:
     code = "import json, sys, trainer, trainer.strategies; print(json.dumps(sorted(sys.modules)))"
@@ -119,18 +82,6 @@ def test_data_parallel_without_several_gpus_is_refused(monkeypatch: pytest.Monke
         make_strategy(STRATEGIES["data_parallel"], TWO)
 
 
-def test_data_parallel_wraps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    strategy = make_strategy(STRATEGIES["data_parallel"], World(device=torch.device("cuda", 0)))
-    assert strategy.description.startswith("DataParallel over 2 GPUs, rank 0 of 1")
-    model = nn.Linear(2, 1)
-    wrapped = strategy.wrap(model)
-    assert isinstance(wrapped, nn.DataParallel)
-    assert wrapped.module is model
-    with pytest.raises(ConfigError, match="each of whose GPUs normalizes its own part"):
-        strategy.check(RunConfig(sync_batch_norm=True))
-
-
 class Horovod(ModuleType):
     """As much of horovod.torch as joining a job takes."""
 
@@ -147,18 +98,6 @@ def install(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
     package.torch = module  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "horovod", package)
     monkeypatch.setitem(sys.modules, "horovod.torch", module)
-
-
-@pytest.mark.parametrize(("mpi", "transport"), [(True, "MPI"), (False, "Gloo")])
-def test_horovod_joins_and_says_over_what(monkeypatch: pytest.MonkeyPatch, mpi: bool, transport: str) -> None:
-    module = Horovod(mpi=mpi)
-    install(monkeypatch, module)
-    strategy = make_strategy("auto", TWO)
-    assert strategy.description.startswith(f"Horovod over {transport}, rank 0 of 2 on ")
-    assert strategy.tuning == {"tuned": "2"}
-    strategy.close()
-    strategy.close()
-    assert len(module.calls) == 2, "one start and one shutdown"
 
 
 def test_horovod_that_is_not_installed_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,61 +147,3 @@ def test_horovod_that_sees_other_ranks_than_the_launcher_started_is_refused(
     install(monkeypatch, Horovod(rank=rank, size=size))
     with pytest.raises(ConfigError, match=f"this is rank 0 of 2 there, and {rank} of {size} in Horovod"):
         make_strategy("horovod", TWO)
-
-
-class OneOfTwo(Strategy):
-    """A rank of two whose broadcasts add what the test says the other has, and that receives rank 0's objects."""
-
-    def __init__(self, rank: int, theirs: Any) -> None:
-        super().__init__(World(rank=rank, size=2))
-        self._theirs = theirs
-
-    def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
-        return Synchronizer()
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        return tensor.add_(self._theirs)
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return value if root == self.world.rank else self._theirs
-
-    def barrier(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-def test_sharing_buffers_gives_rank_0s_running_statistics() -> None:
-    layer = nn.BatchNorm1d(2)
-    OneOfTwo(1, 3).broadcast_buffers(layer)
-    assert layer.running_mean is not None
-    assert layer.running_mean.tolist() == [3.0, 3.0]
-    assert layer.weight.tolist() == [1.0, 1.0], "a parameter is no buffer"
-
-
-def stepped(momentum: float = 0.9) -> tuple[nn.Module, SGD]:
-    model = nn.Linear(2, 1)
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=momentum)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def test_rank_0s_optimizer_state_replaces_another_ranks() -> None:
-    _, root = stepped()
-    model = nn.Linear(2, 1)
-    mine = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    broadcast_optimizer_state(OneOfTwo(1, root.state_dict()["state"]), mine)
-    assert mine.state_dict()["state"][0]["momentum_buffer"].tolist() == [[1.0, 1.0]]
-
-
-def test_a_fresh_optimizer_on_rank_0_changes_no_ranks_state() -> None:
-    # Horovod's own would make it step on zero gradients, which weight decay and Adam feel.
-    model = nn.Linear(2, 1)
-    before = model.weight.clone()
-    mine = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
-    broadcast_optimizer_state(OneOfTwo(1, {}), mine)
-    broadcast_optimizer_state(OneOfTwo(0, None), mine)
-    assert mine.state_dict()["state"] == {}
-    assert torch.equal(model.weight, before)

@@ -120,20 +120,6 @@ def test_steps_are_weighed_by_the_samples_of_all_ranks_in_the_update() -> None:
     assert loader.samples == 8 + 7 + 1
 
 
-def test_full_steps_of_all_ranks_have_a_weight_of_exactly_one() -> None:
-    loader = StreamLoader(Numbers(0, 12), 3, world=FIRST_OF_TWO, group=TwoRanks(6, [3], [3], [0]))
-    assert [(step.count, step.weight) for step in loader.steps()] == [(3, 1.0), (3, 1.0)]
-    assert len(loader) == 2
-
-
-def test_a_global_batch_is_divided_among_the_ranks() -> None:
-    loader = StreamLoader(
-        Numbers(0, 12), global_batch_size=5, world=FIRST_OF_TWO, group=TwoRanks(6, [2], [2], [2], [0])
-    )
-    assert [(step.count, step.weight) for step in loader.steps()] == [(3, 6 / 5), (3, 6 / 5), (0, 0.0)]
-    assert len(loader) == 3
-
-
 def test_without_the_last_steps_an_epoch_ends_where_one_rank_cannot_fill_its_batch() -> None:
     group = TwoRanks(6, [2, 2], [2, 0])
     loader = StreamLoader(Numbers(0, 21), 2, accumulate=2, drop_last=True, world=FIRST_OF_TWO, group=group,
@@ -183,17 +169,10 @@ def test_what_a_batch_counts_for_is_a_number(count: Any) -> None:
         list(StreamLoader(Numbers(0, 4), 2, weigh_by=lambda _: count))
 
 
-def test_a_stream_without_a_length_makes_a_loader_without_one() -> None:
-    with pytest.raises(TypeError, match="without __len__"):
-        len(StreamLoader(Numbers(0, 4), 2, world=FIRST_OF_TWO, group=TwoRanks(None)))
-
-
 @pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
         (Numbers(0, 4), {}, "either batch_size .* or global_batch_size"),
-        (Numbers(0, 4), {"batch_size": None, "drop_last": True}, "drop_last is for batches that the loader cuts"),
-        (Numbers(0, 4), {"batch_size": 2, "batch_sampler": [[0]]}, "the loader of a stream has no option 'batch_samp"),
         (Numbers(0, 4), {"batch_size": 0}, "batch size is 0; it must be at least 1"),
         (Numbers(0, 4), {"global_batch_size": 1}, "for a stream it must be at least 1 per rank, 2"),
         (
@@ -201,7 +180,6 @@ def test_a_stream_without_a_length_makes_a_loader_without_one() -> None:
             {"batch_size": 2, "shuffle": True},
             "the loader of a stream has no option 'shuffle'; valid are",
         ),
-        ({1: 2}.keys(), {"batch_size": 2}, "dict_keys can only be iterated over, and has no shard"),
         (iter([1, 2]), {"batch_size": 2}, "list_iterator is an iterator, which ends with the first epoch"),
         (Numbers(0, 4), {"batch_size": 2, "training": False, "weigh_by": len}, "weigh_by is for training"),
         (Numbers(0, 8), {"batch_size": 2}, r"Numbers has 8 samples, and its shard\(\) gives the ranks 4 \+ 5 = 9"),
@@ -210,8 +188,3 @@ def test_a_stream_without_a_length_makes_a_loader_without_one() -> None:
 def test_a_stream_that_cannot_be_shared_exactly_is_refused(dataset: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         StreamLoader(dataset, world=FIRST_OF_TWO, group=TwoRanks(5), **options)
-
-
-def test_a_type_checker_knows_the_options() -> None:
-    with pytest.raises(ConfigError, match="no option 'shuffle'"):
-        StreamLoader(Numbers(0, 4), 2, shuffle=True)  # type: ignore[call-arg]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
-import threading
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.unit.ranks_as_threads import Threads
 from trainer.errors import TrainerError
-from trainer.models.sync_batch_norm import GlobalBatchNorm, convert_sync_batch_norm, leave_out_gradients
+from trainer.models.sync_batch_norm import GlobalBatchNorm, convert_sync_batch_norm
+from trainer.strategies.base import Strategy
 
 
 def assert_equal(first: Tensor | None, other: Tensor | None) -> None:
@@ -27,42 +27,6 @@ def assert_equal_buffers(first: nn.Module, other: nn.Module) -> None:
 def alone(tensor: Tensor) -> Tensor:
     """The all-reduce of a world of one."""
     return tensor
-
-
-class TwoRanks:
-    """An all-reduce between two threads, each of which is a rank."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=10)
-        self._tensors: dict[int, Tensor] = {}
-
-    def all_reduce(self, rank: int) -> Callable[[Tensor], Tensor]:
-        def reduce(tensor: Tensor) -> Tensor:
-            self._tensors[rank] = tensor
-            self._barrier.wait()
-            total = self._tensors[0] + self._tensors[1]
-            self._barrier.wait()
-            return total
-
-        return reduce
-
-    def run(self, work: Callable[[int], None]) -> None:
-        errors: list[BaseException] = []
-
-        def guarded(rank: int) -> None:
-            try:
-                work(rank)
-            except BaseException as error:
-                errors.append(error)
-                self._barrier.abort()
-
-        threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
 
 
 def twins(kind: type[nn.Module], **settings: object) -> tuple[nn.Module, GlobalBatchNorm]:
@@ -110,12 +74,6 @@ def test_alone_it_equals_pytorchs_in_output_gradients_and_running_statistics(
     assert_equal(ours.eval()(inputs), theirs.eval()(inputs))
 
 
-def test_layers_for_sequences_keep_their_channels_in_dimension_1() -> None:
-    theirs, ours = twins(nn.BatchNorm1d)
-    inputs = torch.randn(4, 3, 7, dtype=torch.float64)
-    assert_equal(ours(inputs), theirs(inputs))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_goes_in_and_out_with_sums_in_float32(dtype: torch.dtype) -> None:
     seen: list[torch.dtype] = []
@@ -141,18 +99,16 @@ def test_two_ranks_with_uneven_pieces_equal_one_with_the_whole_batch(first: int)
     expected = whole(taken)
     (expected * factors).sum().backward()
 
-    job = TwoRanks()
     layers = [twins(nn.BatchNorm1d)[1] for _ in range(2)]
     parts = [part.clone().requires_grad_() for part in (inputs[:first], inputs[first:])]
-    outputs: dict[int, Tensor] = {}
 
-    def work(rank: int) -> None:
-        layers[rank].all_reduce = job.all_reduce(rank)
-        outputs[rank] = layers[rank](parts[rank])
-        (outputs[rank] * (factors[:first] if rank == 0 else factors[first:])).sum().backward()
+    def work(rank: int, strategy: Strategy) -> Tensor:
+        layers[rank].all_reduce = strategy.all_reduce
+        output: Tensor = layers[rank](parts[rank])
+        (output * (factors[:first] if rank == 0 else factors[first:])).sum().backward()
+        return output
 
-    job.run(work)
-    assert_equal(torch.cat([outputs[0], outputs[1]]), expected)
+    assert_equal(torch.cat(Threads(2).run(work)), expected)
     assert_equal(torch.cat([part.grad for part in parts if part.grad is not None]), taken.grad)
     for layer in layers:
         assert_equal_buffers(layer, whole)
@@ -169,114 +125,15 @@ def test_a_penalty_on_gradients_has_the_second_derivatives_of_the_whole_batch() 
     taken = inputs.clone().requires_grad_()
     penalty(whole, taken).backward()
 
-    job = TwoRanks()
     layers = [twins(nn.BatchNorm1d)[1] for _ in range(2)]
     parts = [part.clone().requires_grad_() for part in inputs.split(2)]
 
-    def work(rank: int) -> None:
-        layers[rank].all_reduce = job.all_reduce(rank)
+    def work(rank: int, strategy: Strategy) -> None:
+        layers[rank].all_reduce = strategy.all_reduce
         penalty(layers[rank], parts[rank]).backward()
 
-    job.run(work)
+    Threads(2).run(work)
     torch.testing.assert_close(torch.cat([part.grad for part in parts if part.grad is not None]), taken.grad)
-
-
-def test_a_loss_that_counts_for_nothing_is_nan_on_its_own_rank_alone() -> None:
-    job = TwoRanks()
-    layers = [twins(nn.BatchNorm1d)[1] for _ in range(2)]
-    parts = [torch.randn(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-
-    def work(rank: int) -> None:
-        layers[rank].all_reduce = job.all_reduce(rank)
-        loss = layers[rank](parts[rank]).square().mean()
-        leave_out_gradients([layers[rank]], weightless=rank == 1)
-        (loss if rank == 0 else loss * 0.0 * torch.nan).backward()
-        leave_out_gradients([layers[rank]], weightless=False)
-
-    job.run(work)
-    assert parts[0].grad is not None
-    assert bool(parts[0].grad.isfinite().all())
-    assert layers[1].is_weighed
-
-
-def test_a_padding_batch_is_left_out_of_the_global_batchs_sums() -> None:
-    inputs = torch.randn(4, 3, dtype=torch.float64)
-    whole, _ = twins(nn.BatchNorm1d)
-    taken = inputs.clone().requires_grad_()
-    expected = whole(taken)
-    expected.square().sum().backward()
-
-    job = TwoRanks()
-    layers = [twins(nn.BatchNorm1d)[1] for _ in range(2)]
-    inputs_here = inputs.clone().requires_grad_()
-    outputs: list[Tensor] = []
-
-    def work(rank: int) -> None:
-        layers[rank].all_reduce = job.all_reduce(rank)
-        if rank == 0:
-            outputs.append(layers[0](inputs_here))
-            outputs[0].square().sum().backward()
-        else:
-            layers[1].counts = False
-            output = layers[1](torch.full((2, 3), 1e3, dtype=torch.float64, requires_grad=True))
-            (output.sum() * 0.0).backward()
-
-    job.run(work)
-    assert_equal(outputs[0], expected)
-    assert_equal(inputs_here.grad, taken.grad)
-    for layer in layers:
-        assert_equal_buffers(layer, whole)
-
-
-def network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(3)))
-
-
-def kinds(model: nn.Module) -> list[type[nn.Module]]:
-    """Of the layers that hold no others."""
-    return [type(layer) for layer in model.modules() if not list(layer.children())]
-
-
-def test_every_batch_norm_is_replaced_however_deep() -> None:
-    model = network()
-    assert convert_sync_batch_norm(model, alone) is model
-    assert kinds(model) == [nn.Linear, GlobalBatchNorm, nn.ReLU, GlobalBatchNorm]
-
-
-def test_parameters_and_buffers_stay_the_very_same_objects_under_the_same_names() -> None:
-    model = network()
-    before = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    convert_sync_batch_norm(model, alone)
-    after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    assert list(after) == list(before)
-    assert all(after[name] is before[name] for name in before)
-    # An optimizer that was made before goes on training them.
-    model(torch.randn(5, 4)).sin().sum().backward()
-    optimizer.step()
-    assert not torch.equal(after["1.bias"], torch.zeros(3))
-
-
-def test_settings_and_mode_are_kept_and_a_second_time_changes_nothing() -> None:
-    layer = convert_sync_batch_norm(nn.BatchNorm1d(3, eps=0.5, momentum=0.25, affine=False).eval(), alone)
-    assert isinstance(layer, GlobalBatchNorm)
-    assert (layer.eps, layer.momentum, layer.affine, layer.training) == (0.5, 0.25, False, False)
-    assert convert_sync_batch_norm(layer, alone) is layer
-
-
-def test_a_layer_in_two_places_is_replaced_in_both() -> None:
-    shared = nn.BatchNorm1d(3)
-    model = nn.Sequential(shared, nn.Linear(3, 3), shared)
-    convert_sync_batch_norm(model, alone)
-    assert isinstance(model[0], GlobalBatchNorm)
-    assert model[2] is model[0]
-
-
-def test_other_normalisations_stay_as_they_are() -> None:
-    model = nn.Sequential(nn.GroupNorm(1, 3), nn.LayerNorm(3), nn.InstanceNorm1d(3))
-    before = list(model)
-    convert_sync_batch_norm(model, alone)
-    assert all(first is other for first, other in zip(model, before, strict=True))
 
 
 class InAJob:

@@ -13,13 +13,11 @@ from examples.strategies.parameter_server.wire import decode, encode
 from trainer.checkpoint.disk.committed import Manifest, load, name_of
 from trainer.checkpoint.disk.durable import FileEntry
 from trainer.checkpoint.disk.lock import lock_folder
-from trainer.errors import ConfigError, DataError, TrainerError
+from trainer.errors import DataError, TrainerError
 from trainer.files import save_atomically
 from trainer.ops.supervise.folder import Events, locked
-from trainer.ops.supervise.hosts import parse_hosts
-from trainer.report.run_record import _append, _checkpoints_of, _keep
+from trainer.report.run_record import _append, _keep
 from trainer.untrusted import parse_json, read_file
-from trainer.watch.heartbeat import Heartbeat
 from trainer.watch.job_folder import parse_verdict
 
 DEEP = "[" * 100_000
@@ -101,31 +99,7 @@ def test_what_is_written_follows_no_link_of_somebody_else(name: str, tmp_path: P
     assert {path.name for path in folder.iterdir()} == before | ({name} - {".model.pt.partial"})
 
 
-@pytest.mark.parametrize("text", ["a:" + "9" * 5000, "a:٣", "a:0"])
-def test_slots_are_a_number_of_six_digits(text: str) -> None:
-    with pytest.raises(ConfigError, match="valid is HOST:SLOTS"):
-        parse_hosts(text)
-
-
-def test_a_heartbeat_names_its_process() -> None:
-    heartbeat = Heartbeat(rank=1)
-    heartbeat.pid = 12
-    assert Heartbeat.from_bytes(bytes(heartbeat)) is not None
-    for head in (b"x", b"-1\n", b"0\n", b"1" * 20 + b"\n"):
-        heartbeat._head = b"trainer-heartbeat " + head
-        assert Heartbeat.from_bytes(bytes(heartbeat)) is None
-
-
 @pytest.mark.parametrize("kind", ["O", "f4,f4", "V0", "(9999,9999)f4", "float", ""])
 def test_a_chunk_is_of_numbers(kind: str) -> None:
     with pytest.raises(ValueError, match="not a chunk"):
         decode(encode(kind, bytes(8)))
-
-
-def test_a_record_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "settings.json").write_bytes(b"\xff")
-    assert _checkpoints_of(tmp_path) is None
-    lines = b'\xff\n[]\n{"step": "a"}\n{"step": 1}\n'
-    (tmp_path / "steps.jsonl").write_bytes(lines + b'{"step": 2}\n{"st')
-    _keep(tmp_path / "steps.jsonl", lambda line: line["step"] <= 1)
-    assert (tmp_path / "steps.jsonl").read_bytes() == lines

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from trainer.cluster.environment import Launch
-from trainer.cluster.mpi import connects_by_mpi
 from trainer.cluster.world import World, current_world
 from trainer.errors import ConfigError
 
@@ -24,14 +22,6 @@ def on_local_rank(local_rank: int, local_size: int = 4) -> Launch:
     return Launch(launcher="mpirun", rank=local_rank, size=local_size, local_rank=local_rank, local_size=local_size)
 
 
-def test_a_world_of_one_is_the_default() -> None:
-    world = World()
-    assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 1, 0, 1)
-    assert world.is_root
-    assert world.device == torch.device("cpu")
-    assert world.launcher == "python"
-
-
 @pytest.mark.parametrize(
     ("places", "message"),
     [
@@ -44,23 +34,6 @@ def test_a_world_of_one_is_the_default() -> None:
 def test_a_rank_outside_its_world_is_refused(places: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         World(**places)
-
-
-def test_a_world_says_who_and_where_it_is() -> None:
-    assert str(World(rank=1, size=4, host="node7")) == "rank 1 of 4 on node7 (cpu)"
-    assert not World(rank=1, size=4).is_root
-
-
-def test_a_world_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        World().rank = 3  # type: ignore[misc]
-
-
-def test_the_world_is_what_the_launcher_said() -> None:
-    launch = Launch(launcher="horovodrun", rank=5, size=8, local_rank=1, local_size=4)
-    world = current_world("cpu", launch)
-    assert (world.rank, world.size, world.local_rank, world.local_size) == (5, 8, 1, 4)
-    assert world.launcher == "horovodrun"
 
 
 @pytest.mark.parametrize(
@@ -103,21 +76,3 @@ def test_slurm_can_show_each_rank_its_own_gpu_only() -> None:
 def test_a_device_that_cannot_be_had_is_refused(device: str, local_rank: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         current_world(device, on_local_rank(local_rank))
-
-
-@pytest.mark.parametrize(
-    ("launcher", "controller", "connected"),
-    [
-        ("horovodrun", "", True),
-        ("horovodrun", "gloo", False),
-        ("mpirun", "", True),
-        ("srun", "", True),
-        ("torchrun", "", False),
-        ("python", "", False),
-    ],
-)
-def test_mpi_connects_the_ranks_of_these_launchers(
-    launcher: str, controller: str, connected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOROVOD_CONTROLLER", controller)
-    assert connects_by_mpi(World(launcher=launcher)) == connected

@@ -1,4 +1,4 @@
 """Targets for a fuzzer: each parser of what comes from a network, or from a disk that others can write.
 
-`python -m tests.security.fuzz` (or `make fuzz`) sends inputs to all of them, and prints a table.
+tests/security/test_fuzz.py sends inputs to all of them; `make fuzz` a hundred thousand.
 """

@@ -6,11 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-LARGEST = 4096
-"""Bytes of an input."""
-INSTRUMENTED = ("trainer", "examples", "horovod.runner", "json", "tomllib", "argparse", "shlex", "http", "email")
-"""Modules whose branches guide the fuzzer."""
-
 
 @dataclass(frozen=True)
 class Target:
