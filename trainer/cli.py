@@ -11,7 +11,7 @@ from trainer.checkpoint.disk.merge import add_parser as add_merge_parser
 from trainer.checkpoint.disk.merge import merge
 from trainer.errors import ConfigError, TrainerError
 from trainer.ops import environment, requeue, self_test
-from trainer.ops.doctor import examine as doctor
+from trainer.ops.doctor import command as doctor
 from trainer.ops.supervise.options import add_parser, make_parser, parse
 from trainer.ops.supervise.supervisor import supervise
 

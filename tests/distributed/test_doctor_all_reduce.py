@@ -6,24 +6,25 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from trainer.ops.doctor import look
-from trainer.ops.doctor.checks.gpus import first_error
-from trainer.ops.doctor.facts import HostFacts
-from trainer.ops.doctor.program import Program, source_of
-from trainer.ops.ssh import NO_ANSWER
+from trainer.ops.doctor import call
+from trainer.ops.doctor.call import NO_ANSWER, Call, source_of
+from trainer.ops.doctor.checks import Facts, HostFacts, judge
+from trainer.ops.doctor.look import all_reduce
 from trainer.ops.supervise.hosts import Host
 
 pytestmark = pytest.mark.timeout(180)
 
 LIMIT_S = 90.0
-HERE, AGAIN = HostFacts(name="localhost", slots=1), HostFacts(name="127.0.0.1", slots=1)
+HERE, AGAIN = (HostFacts(host=Host(name, 1), peer=name) for name in ("localhost", "127.0.0.1"))
+HERE.answer = AGAIN.answer = {
+    "names": [(name, {"source": "127.0.0.1", "interface": "lo"}) for name in ("localhost", "127.0.0.1")]
+}
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """Have the hosts run another program."""
-    monkeypatch.setattr(look, "source_of", lambda _: source)
+    monkeypatch.setattr(call, "source_of", lambda _: source)
 
 
 def processes_with(text: str) -> list[str]:
@@ -39,13 +40,11 @@ def processes_with(text: str) -> list[str]:
 
 
 def test_two_ranks_of_one_host_sum_right_and_say_how_fast() -> None:
-    tried = look.all_reduce((HERE, HERE), "gloo", limit_s=LIMIT_S)
-    assert tried.hosts == ("localhost",)
-    assert tried.result, tried
-    assert (tried.result["wrong"], tried.result["bytes"], tried.result["device"]) == (0, 2**20, "cpu")
+    tried = all_reduce((HERE, HERE), "gloo", LIMIT_S)
+    assert (tried["hosts"], tried["wrong"], tried["bytes"]) == (["localhost"], 0, 2**20)
     # Of two ranks, the bus bandwidth of nccl-tests is that of the algorithm: 2 (n - 1) / n is 1.
-    assert tried.result["bus_bytes_per_s"] == pytest.approx(tried.result["bytes"] / tried.result["seconds"])
-    assert tried.result["bus_bytes_per_s"] > 1e6
+    assert tried["bus_bytes_per_s"] == pytest.approx(tried["bytes"] / tried["seconds"])
+    assert tried["bus_bytes_per_s"] > 1e6
 
 
 def test_two_hosts_sum_and_a_wrong_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,10 +52,9 @@ def test_two_hosts_sum_and_a_wrong_sum_is_noticed(monkeypatch: pytest.MonkeyPatc
     right, wrong = "values = start + rank\n", "values = start + rank + rank * (start == 7)\n"
     assert source.count(right) == 1
     stand_in(monkeypatch, source.replace(right, wrong))
-    tried = look.all_reduce((HERE, AGAIN), "gloo", limit_s=LIMIT_S)
-    assert tried.hosts == ("localhost", "127.0.0.1")
-    assert tried.result, tried
-    assert tried.result["wrong"] == 2 * 263  # of 2**18 values, those whose remainder is 7, and no others; on both ranks
+    tried = all_reduce((HERE, AGAIN), "gloo", LIMIT_S)
+    assert tried["hosts"] == ["localhost", "127.0.0.1"]
+    assert tried["wrong"] == 2 * 263  # of 2**18 values, those whose remainder is 7, and no others; on both ranks
 
 
 def test_a_rank_that_fails_is_told_before_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,32 +64,23 @@ def test_a_rank_that_fails_is_told_before_the_limit(monkeypatch: pytest.MonkeyPa
         "rank or print('{\"answer\": 1}', flush=True)\n1 / (1 - rank) and time.sleep(1000)",
     )
     started = time.monotonic()
-    tried = look.all_reduce((HERE, HERE), "gloo", limit_s=LIMIT_S)
+    tried = all_reduce((HERE, HERE), "gloo", LIMIT_S)
     assert time.monotonic() - started < LIMIT_S
-    assert not tried.result
-    assert first_error(tried.output) == "ZeroDivisionError: division by zero"
-
-
-@pytest.mark.slow  # as any rank that fails
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_nccl_without_a_gpu_fails_with_one_line() -> None:
-    tried = look.all_reduce((HERE, HERE), "nccl", limit_s=LIMIT_S)
-    assert not tried.result
-    assert "Error: " in first_error(tried.output)
+    (finding,) = judge(Facts(here="a", hosts=(), all_reduces=[tried]))
+    assert "on GPUs of localhost fails: ZeroDivisionError: division by zero; " in finding[1]
 
 
 def test_ranks_that_hang_are_killed_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCTOR_MARK", "of the ranks that hang")
     stand_in(monkeypatch, "import time; time.sleep(1000)")
-    tried = look.all_reduce((HERE, HERE), "gloo", limit_s=2)
-    assert (tried.result, tried.error) == ({}, NO_ANSWER)
+    assert all_reduce((HERE, HERE), "gloo", 2) == {"hosts": ["localhost"], "error": NO_ANSWER, "output": ""}
     assert processes_with("DOCTOR_MARK=of the ranks that hang") == []
 
 
 def test_a_rank_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCTOR_MARK", "of the rank that is alone")
     asked = {"rank": 0, "gpu": 0, "interface": "", "backend": "gloo", "size": 2, "limit_s": 120, "address": "127.0.0.1"}
-    rank = Program(Host("localhost", 1), source_of("all_reduce"), asked)
+    rank = Call(Host("localhost", 1), "all_reduce", asked)
     assert rank.answer(60) > 0
     assert len(processes_with("DOCTOR_MARK=of the rank that is alone")) == 1
     rank.close()

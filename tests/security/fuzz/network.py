@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import importlib
 import json
@@ -20,8 +21,8 @@ from examples.strategies.parameter_server import wire
 from examples.strategies.parameter_server.wire import decode, encode
 from tests.security.fuzz.connections import Connection
 from tests.security.fuzz.target import Target
-from trainer.ops.doctor.agent import network
-from trainer.ops.doctor.program import MARK, Program, ProgramError
+from trainer.ops.doctor.call import MARK, Call, CallError
+from trainer.ops.doctor.remote import exchange
 from trainer.ops.supervise import remote
 from trainer.ops.supervise.hosts import Host
 from trainer.watch.heartbeat import SIZE, Heartbeat, State
@@ -86,22 +87,41 @@ def _requests() -> list[bytes]:
     return [*gets, b"PUT /KEY/scope/name" + head + b"5\r\n\r\nvalue", gets[0] + gets[1]]
 
 
+class _Writer:
+    """The way to a client."""
+
+    def __init__(self) -> None:
+        self.sent = b""
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    async def drain(self) -> None:
+        """Wait for nobody."""
+
+
 def _exchange(data: bytes) -> None:
     """Connect to a program of `trainer doctor` that listens: the first byte says whether the proof is right."""
     is_rank, rest = data[:1] == b"\1", data[1:]
-    challenge = bytes(32)
+    challenge, writer = bytes(32), _Writer()
     proof = hmac.digest(_TOKEN.encode(), challenge, "sha256") if is_rank else b""
-    connection = Connection(proof + rest)
-    with mock.patch("os.urandom", return_value=challenge), suppress(OSError):
-        network._serve(cast("Any", connection), _TOKEN.encode())
-    assert is_rank or len(connection.sent) == 32, "a stranger got more than a challenge"
+
+    async def serve() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(proof + rest)
+        reader.feed_eof()
+        await exchange.serve(reader, cast("Any", writer), _TOKEN)
+
+    with mock.patch("os.urandom", return_value=challenge), suppress(EOFError):
+        asyncio.run(serve())
+    assert is_rank or len(writer.sent) == 32, "a stranger got more than a challenge"
 
 
-def _asked(sent: int, wanted: int) -> bytes:
-    return b"\1" + network._REQUEST.pack(sent, wanted) + bytes(sent)
+def _asked(*sizes: int) -> bytes:
+    return b"\1" + b"".join(size.to_bytes(8, "big") for size in sizes)
 
 
-class _Printed(Program):
+class _Printed(Call):
     """A program that has ended, and has printed these bytes."""
 
     def __init__(self, data: bytes) -> None:
@@ -119,7 +139,7 @@ def _answer_doctor(data: bytes) -> None:
     """Answer as a host's login shell and a program of the doctor's do, to two questions."""
     asked = _Printed(data)
     if asked.has_started(1.0):
-        with suppress(ProgramError):
+        with suppress(CallError):
             asked.answer(1.0)
             asked.answer(1.0)
 
@@ -182,7 +202,7 @@ TARGETS = (
     Target("parameter server's chunk", _add_up, _chunks, (ValueError,)),
     Target("rendezvous, stranger", _ask_as_stranger, _requests, (OSError,)),
     Target("rendezvous, rank", _ask_as_rank, _requests, (OSError,)),
-    Target("doctor's exchange", _exchange, lambda: [_asked(0, 1), _asked(100, 0), _asked(0, 100) + _asked(0, 1)[1:]]),
+    Target("doctor's exchange", _exchange, lambda: [_asked(1), _asked(0), _asked(100, 1)]),
     Target("doctor's answers", _answer_doctor, _answers),
     Target("heartbeat", _heartbeat, _heartbeats),
     Target("verdict.json", _verdict, _verdicts),

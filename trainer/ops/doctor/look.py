@@ -1,4 +1,4 @@
-"""Collect the facts: a call to each host that reads what is there, and one that tries the network between the hosts."""
+"""Collect the facts: a call to each host that looks at it, and one that tries the network between the hosts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import secrets
 import shutil
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -15,10 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.errors import ConfigError
-from trainer.ops.doctor.agent import addresses
-from trainer.ops.doctor.facts import AllReduce, Facts, HostFacts, Login, Name, Pair
-from trainer.ops.doctor.program import Program, ProgramError, source_of
-from trainer.ops.ssh import DEBUG, NO_ANSWER, ssh_settings
+from trainer.ops.doctor.call import NO_ANSWER, Call, CallError
+from trainer.ops.doctor.checks import Facts, HostFacts, Way
+from trainer.ops.doctor.remote.host import interfaces, resolve
 from trainer.ops.supervise.hosts import Host
 
 _LOGIN_PART, _FACTS_PART = 0.45, 0.75
@@ -27,191 +28,148 @@ _LISTEN_S, _CONNECT_S, _PROBE_S = 10.0, 3.0, 12.0
 """For a second login; for a connection; and more than all timeouts of a program that tries connections together."""
 _BANDWIDTH_S, _LEFT_S = 0.3, 3.0
 """For each bandwidth; and how much time is left when no other bandwidth is measured."""
-_ALL_REDUCES_S, _ALL_REDUCE_LIMIT_S, _ALL_REDUCE_LEAST_S = 60.0, 30.0, 10.0
-"""For all of them together, after all else; for each; and without this much time left, another one is not begun."""
-_MOST_THREADS = 64
+_ALL_REDUCE_S = 30.0
 
-T = TypeVar("T")
 K = TypeVar("K")
 
 
 def look(hosts: Sequence[Host], script: str, timeout_s: float, *, with_gpus: bool) -> Facts:
-    """Return the facts that could be collected within the time that was given.
-
-    Args:
-        hosts: those to look at.
-        script: the training script, which is compared; empty without one.
-        timeout_s: seconds for all but the all-reduces between GPUs.
-        with_gpus: whether to look at the GPUs too.
+    """Return what could be found out within the time that is given; the script is empty where none is compared.
 
     Raises:
         ConfigError: ssh is not installed.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, here = time.monotonic() + timeout_s, socket.gethostname()
     elsewhere = next((host.name for host in hosts if not host.is_here), None)
     if elsewhere is not None and shutil.which("ssh") is None:
         raise ConfigError(f"-H names {elsewhere}, and there is no ssh to reach it; install openssh-client")
-    here, folder = socket.gethostname(), str(Path.cwd())
-    found = tuple(
-        HostFacts(name=host.name, slots=host.slots, is_here=host.is_here, peer=here if host.is_here else host.name)
-        for host in hosts
-    )
-    job = {"folder": folder, "script": script, "python_path": os.environ.get("PYTHONPATH", "")}
-    arguments: dict[str, Any] = {"machine": {"folder": folder}, "software": job}
-    arguments |= {"addresses": {"names": [host.peer for host in found]}} | ({"gpus": {}} if with_gpus else {})
-    facts = Facts(hosts=found, here=here, script=script)
-    with ThreadPoolExecutor(1) as pool:  # a name server that is dead takes its time beside the logins
-        seeing = pool.submit(addresses.look, [host.name for host in found])
-        _at_once(facts, lambda host: _look_at(host, arguments, timeout_s), found)
-    facts.own_addresses = frozenset(seeing.result()["own"])
-    for host in found:
-        host.seen_here = Name(**seeing.result()["names"][host.name])
-        host.names = {other.name: host.names[other.peer] for other in found if other.peer in host.names} | (
-            {"": host.names[""]} if host.names else {}
-        )
+    found = tuple(HostFacts(host=host, peer=here if host.is_here else host.name) for host in hosts)
+    facts = Facts(here=here, hosts=found, own_addresses=dict(interfaces()))
+    job = {"python": sys.executable, "folder": str(Path.cwd()), "script": script, "with_gpus": with_gpus}
+    job |= {"python_path": os.environ.get("PYTHONPATH", ""), "names": [host.peer for host in found]}
+    _at_once(facts, lambda host: _look_at(host, job, timeout_s), found)
     if len(facts.answering) > 1:
         _connect_pairs(facts, deadline)
-    if with_gpus:
-        try_all_reduces(facts)
     return facts
 
 
-def _at_once(facts: Facts, call: Callable[[K], T], keys: Iterable[K]) -> dict[K, T]:
-    """Call a function that asks hosts for all keys at the same time; return its values where they have answered.
+def _at_once(facts: Facts, function: Callable[[K], None], keys: Iterable[K]) -> None:
+    """Call a function that asks hosts for all keys at the same time, and note in the facts where it fails."""
 
-    The errors of the others are noted among the facts.
-    """
-    with ThreadPoolExecutor(_MOST_THREADS) as pool:
-        futures = {key: pool.submit(call, key) for key in keys}
-    answers = {}
-    for key, future in futures.items():
+    def call(key: K) -> None:
         try:
-            answers[key] = future.result()
-        except ProgramError as error:
-            facts.incomplete += (str(error),)
-    return answers
+            function(key)
+        except CallError as error:
+            facts.incomplete.append(str(error))
+
+    with ThreadPoolExecutor(64) as pool:
+        list(pool.map(call, keys))
 
 
-def _look_at(host: HostFacts, arguments: dict[str, Any], timeout_s: float) -> None:
+def _look_at(host: HostFacts, job: dict[str, Any], timeout_s: float) -> None:
     """Log in to a host and read what is there."""
-    sent = {name: (source_of(name), values) for name, values in arguments.items()}
     before, began = time.time(), time.monotonic()
-    with Program(_host(host), source_of("facts"), sent, DEBUG) as program:
-        has_started = program.has_started(_LOGIN_PART * timeout_s)
-        seconds = time.monotonic() - began
+    arguments = job | {"host": host.host.name, "slots": host.host.slots, "is_here": host.host.is_here}
+    with Call(host.host, "host", arguments) as call:
+        has_started = call.has_started(_LOGIN_PART * timeout_s)
+        host.login_s = time.monotonic() - began
         try:
-            answer = program.answer(max(0.0, _FACTS_PART * timeout_s - seconds) if has_started else 0.0)
-        except ProgramError:
-            if has_started and program.why() == NO_ANSWER:
+            answer = call.answer(max(0.0, _FACTS_PART * timeout_s - host.login_s) if has_started else 0.0)
+        except CallError:
+            if has_started and call.why() == NO_ANSWER:
                 raise
-            host.login = _failed_login(program, seconds, ssh_settings(host.name))
+            host.login_error = f"{call.errors()}\n{call.why()}".strip()
+            host.settings = _ssh_settings(host.host.name)
+            host.seen_here = Way(**resolve(host.host.name, dict(interfaces())))
             return
-        after = time.time()
-    host.login = Login(seconds, printed=program.printed)
-    host.seconds_ahead = answer["time"] - min(max(answer["time"], before), after)
-    host.machine, host.software = answer.get("machine", {}), answer.get("software", {})
-    host.gpus = answer.get("gpus")
-    if seen := answer.get("addresses"):
-        host.interfaces, host.own = seen["interfaces"], seen["own"]
-        host.names = {name: Name(**entry) for name, entry in seen["names"].items()}
+    host.seconds_ahead = answer["time"] - min(max(answer["time"], before), time.time())
+    host.printed, host.answer = call.printed, answer
     if answer["failed"]:
-        raise ProgramError(f"host {host}: {'; '.join(answer['failed'])}")
+        raise CallError(f"host {host}: {'; '.join(answer['failed'])}")
 
 
-def _host(host: HostFacts) -> Host:
-    return Host(host.name, host.slots)
-
-
-def _failed_login(program: Program, seconds: float, settings: dict[str, str]) -> Login:
-    said, why = program.errors(), program.why()
-    error = said if said.endswith(why) else f"{said}\n{why}".strip()
-    return Login(seconds, error, program.printed, program.is_in_key_exchange, settings)
+def _ssh_settings(name: str) -> dict[str, str]:
+    """Return what `ssh -G` prints for a host, the first value of each setting; empty where it does not say."""
+    try:
+        done = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    return {name: value for name, _, value in reversed(lines)}
 
 
 def _connect_pairs(facts: Facts, deadline: float) -> None:
     """Let each host listen at its addresses on the ways to the others, and connect to those of the others."""
-    hosts, token, source = facts.answering, secrets.token_hex(16), source_of("network")
+    hosts, token = facts.answering, secrets.token_hex(16)
 
-    def start(host: HostFacts) -> tuple[Program, dict[str, list[int]]]:
-        own = {host.way(other).reachable_source for other in hosts if other is not host} - {""}
-        program = Program(_host(host), source, {"addresses": sorted(own), "token": token})
-        at_end.callback(program.close)
-        return program, program.answer(_LISTEN_S)
+    listening: dict[HostFacts, tuple[Call, dict[str, list[int]]]] = {}
 
-    def connect(host: HostFacts) -> dict[str, Any]:
-        number = hosts.index(host)
+    def start(host: HostFacts) -> None:
+        own = {host.way(other).source for other in hosts if other is not host} - {""}
+        call = at_end.enter_context(Call(host.host, "exchange", {"addresses": sorted(own), "token": token}))
+        listening[host] = call, call.answer(_LISTEN_S)
+
+    def connect(host: HostFacts) -> None:
+        number, left = hosts.index(host), deadline - time.monotonic() - _LEFT_S
         targets = {
-            other.name: (address, listening[other][1][address])
+            str(other): (address, listening[other][1][address])
             for other in (*hosts[number + 1 :], *hosts[:number])
-            if other in listening and (address := other.way(host).reachable_source)
+            if other in listening and (address := other.way(host).source)
         }
-        left = deadline - time.monotonic() - _LEFT_S
-        program = listening[host][0]
-        program.tell({"targets": targets, "wait_s": _CONNECT_S, "bandwidth_s": _BANDWIDTH_S, "all_s": left})
-        answer: dict[str, Any] = program.answer(_PROBE_S + max(0.0, left))
-        return answer
+        call = listening[host][0]
+        call.tell({"targets": targets, "wait_s": _CONNECT_S, "bandwidth_s": _BANDWIDTH_S, "all_s": left})
+        for other, pair in call.answer(_PROBE_S + max(0.0, left)).items():
+            facts.pairs[str(host), other] = pair
 
     with ExitStack() as at_end:
-        listening = _at_once(facts, start, hosts)
-        answers = _at_once(facts, connect, listening)
-    facts.pairs = {
-        (host.name, other): Pair(**pair) for host, answer in answers.items() for other, pair in answer.items()
-    }
+        _at_once(facts, start, hosts)
+        _at_once(facts, connect, tuple(listening))
 
 
 def try_all_reduces(facts: Facts) -> None:
-    """Add all-reduces between GPUs of one host, on all hosts at once, then between neighbours, to the facts."""
-    until = time.monotonic() + _ALL_REDUCES_S
-    gpus = {host: len((host.gpus or "").splitlines()) for host in facts.answering if host.versions.get("CUDA")}
-
-    def within(host: HostFacts) -> AllReduce:
-        return all_reduce((host, host), "nccl", limit_s=_ALL_REDUCE_LIMIT_S)
-
-    facts.all_reduces = tuple(_at_once(facts, within, [host for host, count in gpus.items() if count >= 2]).values())
-    for host, other in pairwise(host for host, count in gpus.items() if count):
-        left = min(_ALL_REDUCE_LIMIT_S, until - time.monotonic())
-        names = host.name, other.name
-        pairs = [facts.pairs[ends] for ends in (names, names[::-1]) if ends in facts.pairs]
-        address = host.way(other).reachable_source
-        if address and left >= _ALL_REDUCE_LEAST_S and not any(pair.error or pair.loses_large for pair in pairs):
-            facts.all_reduces += (all_reduce((host, other), "nccl", limit_s=left, address=address),)
+    """Add all-reduces on each host's GPUs, then between neighbours, to the facts. Each round has a host once."""
+    hosts = [host for host in facts.answering if host.answer["gpus"]]
+    within = [(host,) * min(2, len(host.answer["gpus"])) for host in hosts]
+    between = [ends for ends in pairwise(hosts) if ends[0].way(ends[1]).source]
+    for ranks in (within, between[::2], between[1::2]):
+        if not any("error" in tried for tried in facts.all_reduces):
+            _at_once(facts, lambda hosts: facts.all_reduces.append(all_reduce(hosts)), ranks)
 
 
-def all_reduce(
-    hosts: tuple[HostFacts, HostFacts], backend: str, *, limit_s: float, address: str = "127.0.0.1"
-) -> AllReduce:
-    """Return an all-reduce of two ranks.
+def all_reduce(ranks: tuple[HostFacts, ...], backend: str = "nccl", limit_s: float = _ALL_REDUCE_S) -> dict[str, Any]:
+    """Return what a small all-reduce has measured, or its "error" and its "output", and the names of the "hosts".
 
     Args:
-        hosts: of rank 0 and rank 1; may be the same.
+        ranks: the host of each rank, of which there are one or two.
         backend: "nccl", or "gloo" between CPUs.
         limit_s: seconds after which the ranks are killed.
-        address: where rank 0 waits for rank 1.
     """
-    source = source_of("all_reduce")
-    shared = {"backend": backend, "size": 2, "limit_s": limit_s, "address": address}
-    until = time.monotonic() + limit_s
-    names, is_within = tuple(dict.fromkeys(host.name for host in hosts)), hosts[0] is hosts[1]
-    with ExitStack() as at_end, ThreadPoolExecutor(2) as pool:
-        programs = []
-        for rank, host in enumerate(hosts):
-            interface = "" if is_within else host.way(hosts[1 - rank]).interface
-            asked = {"rank": rank, "gpu": rank if is_within else 0, "interface": interface, **shared}
-            programs.append(at_end.enter_context(Program(_host(host), source, asked)))
-        futures = [pool.submit(_measured, programs, rank, until) for rank in range(2)]
+    until, names = time.monotonic() + limit_s, list(dict.fromkeys(map(str, ranks)))
+    way = ranks[0].way(ranks[-1]) if len(names) > 1 else Way(source="127.0.0.1")
+    shared = {"backend": backend, "size": len(ranks), "limit_s": limit_s, "address": way.source}
+
+    def measured(rank: int) -> dict[str, Any]:
+        if rank == 0:
+            port = calls[0].answer(until - time.monotonic())  # of the store
+            for call in calls[1:]:
+                call.tell(port)
+        answer: dict[str, Any] = calls[rank].answer(until - time.monotonic())
+        return answer
+
+    with ExitStack() as at_end, ThreadPoolExecutor(len(ranks)) as pool:
+        calls = []
+        for rank, host in enumerate(ranks):
+            interface = host.way(ranks[1 - rank]).interface if len(names) > 1 else ""
+            asked = shared | {"rank": rank, "gpu": rank if len(names) == 1 else 0, "interface": interface}
+            calls.append(at_end.enter_context(Call(host.host, "all_reduce", asked)))
+        futures = [pool.submit(measured, rank) for rank in range(len(ranks))]
         wait(futures, return_when=FIRST_EXCEPTION)
-        failed = next((future for future in futures if future.done() and future.exception()), None)
-        if failed is None:
-            return AllReduce(hosts=names, result=futures[0].result())
-        error = programs[futures.index(failed)].why()
+        failed = [call for call, future in zip(calls, futures, strict=True) if future.done() and future.exception()]
+        if not failed:
+            return {"hosts": names, **futures[0].result()}
+        error = failed[0].why()
         wait(futures, timeout=min(2.0, max(0.0, until - time.monotonic())))  # the other rank may say more
-        output = "\n".join(program.errors() for program in programs)
-        for program in programs:
-            program.kill()
-    return AllReduce(hosts=names, output=output, error=error)
-
-
-def _measured(programs: list[Program], rank: int, until: float) -> Any:
-    if rank == 0:
-        programs[1].tell(programs[0].answer(until - time.monotonic()))  # the port of the store
-    return programs[rank].answer(until - time.monotonic())
+        output = "\n".join(call.errors() for call in [*failed, *calls])
+        for call in calls:
+            call.kill()
+    return {"hosts": names, "error": error, "output": output}
