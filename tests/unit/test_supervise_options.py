@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from trainer.cli import main
+from trainer.cli import get_parser, main
 from trainer.errors import ConfigError
 from trainer.ops.supervise.hosts import Host, parse_hosts
-from trainer.ops.supervise.options import Options, add_parser, make_parser
-from trainer.ops.supervise.options import parse as parse_words
+from trainer.ops.supervise.options import Options, to_options
 
 
 def parse(*arguments: str) -> Options:
-    return parse_words(arguments, add_parser(make_parser("trainer").add_subparsers()))
+    return to_options(get_parser().parse_args(["run", *arguments]))
 
 
 def test_what_stands_behind_the_command_is_its_own() -> None:
@@ -66,7 +64,6 @@ def test_the_folder_is_named_after_the_script(command: tuple[str, ...], name: st
             "the command begins with horovodrun, but trainer run starts the ranks itself; give what one rank runs",
         ),
         ("-np 2 python -um torch.distributed.run a.py", "the command begins with torch.distributed.run"),
-        ("@nowhere.txt x", "@nowhere.txt cannot be read: No such file or directory"),
         ("-np 2 --frobnicate x", "no such option: --frobnicate; see trainer run --help"),
         ("-np two x", "argument -np: invalid int value: 'two'"),
         ("-np 2 --mpi --gloo x", "argument --gloo: not allowed with argument --mpi"),
@@ -81,17 +78,6 @@ def test_what_is_not_valid_is_named_in_one_line(words: str, message: str, capsys
     assert code == 2
     assert printed.startswith(f"trainer run: {message}")
     assert printed.count("\n") == 1
-
-
-def test_a_first_word_with_an_at_sign_stands_for_the_words_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "options.txt"
-    file.write_text("-np 4 -H 'a:2,b:2'  # all of them\n--gloo\n")
-    options = parse(f"@{file}", "-np", "2", "python", "train.py", f"@{file}")
-    assert (options.np, options.hosts, options.launcher) == (2, (Host("a", 2), Host("b", 2)), "gloo")
-    assert options.command == ("python", "train.py", f"@{file}")
-    file.write_text("-np '4")
-    with pytest.raises(ConfigError, match="No closing quotation"):
-        parse(f"@{file}")
 
 
 def test_hosts_are_read_as_horovodrun_reads_them() -> None:

@@ -20,7 +20,6 @@ from trainer.watch.job_folder import DIFFERENT, HANG, JobVerdict
 ORDERS = list(permutations(range(3)))
 HOSTS = (Host("a", 1), Host("b", 1), Host("c", 1))
 ADVICE = "; `trainer doctor -H a:1,b:1,c:1` looks for the cause on these hosts and between them"
-SILENT = Judgement("failed", "rank 1 on b died without a word in update 10 (SIGKILL)", ("b",))
 
 
 def rank(number: int, **reported: Any) -> Heartbeat:
@@ -33,110 +32,83 @@ def judged(*ranks: Heartbeat, **seen: Any) -> Judgement:
     return judge(Attempt(hosts=HOSTS, ranks=by_number, host_of={number: "abc"[number] for number in by_number}, **seen))
 
 
+R0, R1, LOST0, SAVED0 = rank(0), rank(1), rank(0, error=LOST_PEER), rank(0, phase="preempted")
+DONE0, DONE1 = rank(0, phase="done"), rank(1, phase="done")
+OUT0, OUT1 = (rank(number, error="MemoryError") for number in (0, 1))
+KEY0 = rank(0, error="KeyError", message="'x'\nmore", updates=0, first_update=0)
+WRONG1 = rank(1, error=MISTAKE, message="lr is 0")
+FAILS = {"codes": [1]}
+DIES = {"codes": [137], "dead": [1]}
+SILENT = "rank 1 on b died without a word in update 10 (SIGKILL)"
+ENDS = "horovodrun has ended with code"
+IDLE = "no progress for 60 s; furthest behind:"
+
+
+def hang(*culprits: int) -> dict[str, Any]:
+    return {"codes": [143], "dead": [1], "verdict": JobVerdict(HANG, "stuck", culprits)}
+
+
 @pytest.mark.parametrize(
-    ("ranks", "seen", "told"),
+    ("ranks", "seen", "verdict", "code", "hosts", "text"),
     [
-        # What was asked for.
-        ([rank(0, phase="done")], {"codes": [0]}, Judgement("done", "done", code=0)),
-        ([rank(0)], {"codes": [0], "is_preempted": True}, Judgement("done", "done", code=0)),
-        ([rank(0)], {"codes": [1], "is_preempted": True}, Judgement("preempted", "preempted", code=75)),
-        ([rank(0)], {"codes": [1], "was_interrupted": True}, Judgement("interrupted", "interrupted", code=1)),
-        # The user's mistakes.
-        (
-            [rank(0), rank(1, error=MISTAKE, message="batch_size is 0")],
-            {"codes": [1]},
-            Judgement("mistake", "rank 1 on b: batch_size is 0", code=78),
-        ),
-        *(
-            ([], {"codes": [code]}, Judgement("mistake", f"horovodrun has ended with code {code}", code=code))
-            for code in (2, 78, 126, 127)
-        ),
-        # Ranks that save by themselves, not because a launcher has ended them after a death.
-        *(
-            ([rank(0, phase="preempted")], {"codes": codes}, Judgement("preempted", "the ranks have saved, and want "))
-            for codes in ([75], [], [1])
-        ),
-        ([rank(0, phase="preempted"), rank(1)], {"codes": [137], "dead": [1]}, SILENT),
+        # What was asked for, and mistakes, are not started again.
+        ([DONE0], {"codes": [0]}, "done", 0, "", "done"),
+        ([R0], {"codes": [0], "is_preempted": True}, "done", 0, "", "done"),
+        ([R0], {"codes": [1], "is_preempted": True}, "preempted", 75, "", "preempted"),
+        ([R0], {"codes": [1], "was_interrupted": True}, "interrupted", 1, "", "interrupted"),
+        ([R0, WRONG1], FAILS, "mistake", 78, "", "rank 1 on b: lr is 0"),
+        *(([], {"codes": [code]}, "mistake", code, "", f"{ENDS} {code}") for code in (2, 78, 126, 127)),
+        # Ranks that save by themselves are, but not where a launcher has ended them after a death.
+        *(([SAVED0], {"codes": codes}, "preempted", None, "", "the ranks have saved, ") for codes in ([75], [], [1])),
+        ([SAVED0, R1], DIES, "failed", None, "b", SILENT),
         # Errors, without those that follow from another.
         (
-            [rank(0, error=LOST_PEER), rank(1, error="MemoryError")],
+            [LOST0, OUT1],
             {"codes": [1], "dead": [0]},
-            Judgement("failed", "rank 1 on b failed in update 10: MemoryError", ("b",)),
+            "failed",
+            None,
+            "b",
+            "rank 1 on b failed in update 10: MemoryError",
         ),
+        ([KEY0], FAILS, "failed", None, "a", "rank 0 on a failed before its first update: KeyError: 'x'"),
         (
-            [rank(0, error="KeyError", message="'x'\nmore", updates=0, first_update=0)],
-            {"codes": [1]},
-            Judgement("failed", "rank 0 on a failed before its first update: KeyError: 'x'", ("a",)),
+            [OUT0, OUT1],
+            {"verdict": JobVerdict(DIFFERENT, "other")},
+            "failed",
+            None,
+            "a",
+            "rank 0 on a failed in update",
         ),
+        # Deaths, and the launcher's end.
+        ([R0, R1], DIES, "failed", None, "b", SILENT),
         (
-            [rank(0, error="MemoryError"), rank(1, error="MemoryError")],
-            {"codes": [1], "verdict": JobVerdict(DIFFERENT, "rank 1 called another one")},
-            Judgement("failed", "rank 0 on a failed in update 10: MemoryError", ("a",)),
+            [R0, DONE1],
+            {"dead": [0], "left": [1]},
+            "failed",
+            None,
+            "",
+            "rank 0 on a died without a word in update 10, after",
         ),
-        # Deaths.
-        ([rank(0), rank(1)], {"codes": [137], "dead": [1]}, SILENT),
-        (
-            [rank(0), rank(1, phase="done")],
-            {"codes": [1], "dead": [0], "left": [1]},
-            Judgement("failed", "rank 0 on a died without a word in update 10, after rank 1 on b had ended"),
-        ),
-        (
-            [rank(0, error="HorovodInternalError")],
-            {"codes": [1], "lost": {"b": "does not answer in time"}},
-            Judgement("failed", f"host b is lost: does not answer in time{ADVICE}", ("b",)),
-        ),
-        # The launcher's end.
-        ([], {"codes": [137]}, Judgement("failed", "horovodrun has ended with code 137 (SIGKILL), before a rank had ")),
-        (
-            [],
-            {"codes": [1]},
-            Judgement("failed", f"horovodrun has ended with code 1, before a rank had joined{ADVICE}"),
-        ),
-        (
-            [rank(0, phase="done")],
-            {"codes": [0, 3], "dead": [0]},
-            Judgement("failed", f"horovodrun has ended with code 3{ADVICE}"),
-        ),
+        ([OUT0], {"codes": [1], "lost": {"b": "no route"}}, "failed", None, "b", f"host b is lost: no route{ADVICE}"),
+        ([], {"codes": [137]}, "failed", None, "", f"{ENDS} 137 (SIGKILL), before a rank had joined"),
+        ([], FAILS, "failed", None, "", f"{ENDS} 1, before a rank had joined{ADVICE}"),
+        ([DONE0], {"codes": [0, 3], "dead": [0]}, "failed", None, "", f"{ENDS} 3{ADVICE}"),
         # Hangs.
-        (
-            [rank(0), rank(1, updates=8, phase="evaluation")],
-            {"idle_s": 600.0},
-            Judgement("hung", "no progress for 600 s; furthest behind: rank 1 on b (evaluation), in update 9", ("b",)),
-        ),
-        (
-            [rank(0, reports=2), rank(1, reports=1)],
-            {"idle_s": 60.0},
-            Judgement("hung", "no progress for 60 s; furthest behind: rank 1 on b (training), in update 10", ("b",)),
-        ),
-        (
-            [rank(0), rank(1)],
-            {"idle_s": 60.0},
-            Judgement(
-                "hung",
-                "no progress for 60 s; furthest behind: rank 0 on a (training), rank 1 on b (training), in update 10"
-                f"{ADVICE}",
-            ),
-        ),
-        (
-            [rank(0, error=LOST_PEER), rank(1)],
-            {"codes": [143], "dead": [1], "verdict": JobVerdict(HANG, "rank 1 on x did not come", (1,))},
-            Judgement("hung", "rank 1 on x did not come", ("b",)),
-        ),
-        *(
-            (
-                [rank(0), rank(1)],
-                {"codes": [1], "verdict": JobVerdict(HANG, "all", who)},
-                Judgement("hung", f"all{ADVICE}"),
-            )
-            for who in ((0, 1), ())
-        ),
+        ([R0, rank(1, updates=8)], {"idle_s": 60.0}, "hung", None, "b", f"{IDLE} rank 1 on b (training), in update 9"),
+        ([rank(0, reports=2), R1], {"idle_s": 60.0}, "hung", None, "b", f"{IDLE} rank 1 on b (training), in update 10"),
+        ([R0, R1], {"idle_s": 60.0}, "hung", None, "", f"{IDLE} rank 0 on a (training), rank 1 on b "),
+        ([LOST0, R1], hang(1), "hung", None, "b", "stuck"),
+        ([R0, R1], hang(0, 1), "hung", None, "", f"stuck{ADVICE}"),
+        ([R0, R1], hang(), "hung", None, "", f"stuck{ADVICE}"),
     ],
 )
-def test_how_an_attempt_has_ended(ranks: Sequence[Heartbeat], seen: dict[str, Any], told: Judgement) -> None:
-    found = judged(*ranks, **seen)
-    assert (found.verdict, found.hosts, found.code) == (told.verdict, told.hosts, told.code)
-    assert found.text.startswith(told.text)
-    assert found.text.endswith(ADVICE) == told.text.endswith(ADVICE)
+def test_how_an_attempt_has_ended(
+    ranks: Sequence[Heartbeat], seen: dict[str, Any], verdict: str, code: int | None, hosts: str, text: str
+) -> None:
+    told = judged(*ranks, **seen)
+    assert (told.verdict, told.code, told.hosts) == (verdict, code, tuple(hosts))
+    assert told.text.startswith(text)
+    assert text.startswith(IDLE) or told.text.endswith(ADVICE) == text.endswith(ADVICE)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,6 @@ _EPILOG = """\
 examples:
   trainer run -np 2 python train.py
   trainer run -np 4 -H a:2,b:2 --min-np 2 python train.py --epochs 90
-  trainer run @options.txt python train.py     # with the options that are in a file
 
 exit codes: 0 done, 75 preempted and saved, 78 a user's mistake, 1 given up, 2 these options are not valid
 """
@@ -113,7 +111,7 @@ class _Parser(OptionsParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `run` to the subcommands."""
     parser = subparsers.add_parser(
         "run",
@@ -122,7 +120,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        usage="trainer run [@FILE] -np N [-H HOST:SLOTS,…] [options] COMMAND …",
+        usage="trainer run -np N [-H HOST:SLOTS,…] [options] COMMAND …",
     )
     for name, (option, kind, metavar, text) in _OPTIONS.items():
         default = getattr(Options, name, None)
@@ -134,7 +132,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             text = f"start with {' '.join((row.name, *row.starts[name]))}"
             launchers.add_argument(f"--{name}", dest="launcher", action="store_const", const=name, help=text)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
@@ -142,24 +139,13 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     return _Parser(prog=prog, description="Runs trainings on several processes and hosts.", allow_abbrev=False)
 
 
-def parse(arguments: Sequence[str], parser: argparse.ArgumentParser) -> Options:
+def to_options(parsed: argparse.Namespace) -> Options:
     """Return the checked options of `trainer run`.
 
-    Args:
-        arguments: behind "run". If the first is @FILE, the words in that file take its place, split as by a shell.
-        parser: which `add_parser` has returned.
-
     Raises:
-        ConfigError: a value is not valid, there is no command, or the file cannot be read.
+        ConfigError: a value is not valid, or there is no command.
     """
-    # argparse's fromfile_prefix_chars would also replace words of the command that the ranks run.
-    if arguments and arguments[0].startswith("@"):
-        try:
-            words = shlex.split(Path(arguments[0][1:]).read_text(), comments=True)
-        except (OSError, ValueError) as error:  # ValueError: bytes that are no text, or an open quote
-            raise ConfigError(f"{arguments[0]} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-        arguments = [*words, *arguments[1:]]
-    given = vars(parser.parse_args(arguments))
+    given = {name: getattr(parsed, name) for name in (*_OPTIONS, "launcher", "command")}
     checked = check(given, is_command=True)
     command = to_command(given["command"])
     if not command:

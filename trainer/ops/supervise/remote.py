@@ -23,25 +23,19 @@ Action = Literal["look", "preempt", "kill"]
 _HEAD = re.compile(rb"trainer-host(?: [0-9]{1,7})*")
 TIMEOUT_S = 10.0
 """Seconds in which a host has to answer."""
-MARKED = f"""
+# /proc shows the environment that a process was started with, so the mark stays. A process may be made while others
+# are killed, so killing is repeated. A heartbeat's process is preempted only if it carries the mark, because its number
+# may belong to another process by now. A record that is being made is empty. It stands behind + if its rank has got
+# SIGTERM.
+SCRIPT = f"""
+job=$1 action=$2
+shift 2
 marked() {{
     for file in $(grep -lsF "{JOB}=$job" /proc/[0-9]*/environ); do
         file=${{file#/proc/}}
         echo "${{file%/environ}}"
     done
 }}
-"""
-"""Shell function that prints the processes of $job.
-
-/proc shows the environment that a process was started with, so the mark stays.
-"""
-# A process may be made while others are killed, so killing is repeated. A heartbeat's process is preempted only if it
-# carries the mark, because its number may belong to another process by now. A record that is being made is empty. It
-# stands behind + if its rank has got SIGTERM.
-SCRIPT = f"""
-job=$1 action=$2
-shift 2
-{MARKED}
 processes=$(marked)
 echo "trainer-host" $processes
 if [ "$action" = kill ]; then
