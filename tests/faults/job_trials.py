@@ -176,10 +176,11 @@ def _weights(folder: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _attempts(folder: Path) -> list[dict[str, Any]]:
-    """Return the attempts of the last call, as its summary has them."""
+    """Return the attempts of the last call."""
     path = next((folder / "runs").glob("*/events.jsonl"))
     events = [json.loads(line) for line in path.read_text().splitlines()]
-    return next((list(event["attempts"]) for event in reversed(events) if event["event"] == "summary"), [])
+    last = max((number for number, event in enumerate(events) if event.get("attempt") == 1), default=0)
+    return [event for event in events[last:] if "recovery_s" in event]
 
 
 @contextmanager

@@ -93,64 +93,35 @@ def ended(logs: Path) -> Results:
     }
 
 
-@pytest.mark.distributed
-def test_a_mistake_is_one_line_without_a_traceback(ended: Results) -> None:
-    assert ended["mistake"].stderr == "trainer: the disk is full\n"
-    assert ended["mistake"].returncode == 1
+KEPT = "printed before, logged the rest\n"
 
 
 @pytest.mark.distributed
-def test_a_bug_shows_its_traceback_and_ends_with_one_line(ended: Results) -> None:
-    lines = ended["bug"].stderr.splitlines()
-    assert lines[0] == "Traceback (most recent call last):"
-    assert lines[-1] == "trainer: ZeroDivisionError: division by zero"
-    assert ended["bug"].returncode == 1
-
-
-@pytest.mark.distributed
-def test_an_interrupt_is_one_word_and_exit_code_130(ended: Results) -> None:
-    assert ended["interrupt"].stderr == "trainer: interrupted\n"
-    assert ended["interrupt"].returncode == 130
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["mistake", "bug", "interrupt"])
-def test_what_was_printed_or_logged_is_kept_and_other_ranks_are_not_waited_for(ended: Results, kind: str) -> None:
-    assert ended[kind].stdout == "printed before, logged the rest\n"
-
-
-@pytest.mark.distributed
-def test_exit_handlers_have_a_bounded_time(ended: Results) -> None:
-    assert ended["hang at exit"].stderr == "trainer: the disk is full\n"
-    assert ended["hang at exit"].returncode == 1
-
-
-@pytest.mark.distributed
-def test_a_hook_that_was_there_before_is_called_for_a_bug(ended: Results) -> None:
-    assert ended["other hook"].stdout == "printed before, the hook has seen ZeroDivisionError\nlogged the rest\n"
-    assert ended["other hook"].stderr == "trainer: ZeroDivisionError: division by zero\n"
-
-
-@pytest.mark.distributed
-def test_a_hook_around_the_librarys_is_called_once(ended: Results) -> None:
-    assert ended["hook around"].stdout == "printed before, around\nlogged the rest\n"
-    lines = ended["hook around"].stderr.splitlines()
-    assert [line for line in lines if "ZeroDivisionError" in line][-1] == "trainer: ZeroDivisionError: division by zero"
-    assert ended["hook around"].returncode == 1
-
-
-@pytest.mark.distributed
-def test_a_process_that_does_not_fail_ends_as_ever(ended: Results) -> None:
-    assert ended["nothing"].stderr == ""
-    assert ended["nothing"].stdout == "printed before, logged the rest\nleft the job\n"
-    assert ended["nothing"].returncode == 0
-
-
-@pytest.mark.distributed
-def test_a_closed_output_does_not_keep_a_failing_process_from_ending(ended: Results) -> None:
-    # As in `train.py | head`: what was printed cannot be written any more.
-    assert ended["closed output"].stderr == "trainer: the disk is full\n"
-    assert ended["closed output"].returncode == 1
+@pytest.mark.parametrize(
+    ("kind", "code", "stdout", "last"),
+    [
+        ("mistake", 1, KEPT, "trainer: the disk is full"),
+        ("bug", 1, KEPT, "trainer: ZeroDivisionError: division by zero"),
+        ("interrupt", 130, KEPT, "trainer: interrupted"),
+        ("hang at exit", 1, None, "trainer: the disk is full"),
+        # A hook that was there before is called for a bug, and one around the library's once.
+        ("other hook", 1, "printed before, the hook has seen ZeroDivisionError\nlogged the rest\n", None),
+        ("hook around", 1, "printed before, around\nlogged the rest\n", "trainer: ZeroDivisionError: division by zero"),
+        ("nothing", 0, f"{KEPT}left the job\n", ""),
+        # As in `train.py | head`: what was printed cannot be written any more.
+        ("closed output", 1, "", "trainer: the disk is full"),
+    ],
+)
+def test_how_a_process_ends(ended: Results, kind: str, code: int, stdout: str | None, last: str | None) -> None:
+    """What was printed or logged is kept, other ranks are not waited for, and exit handlers have a bounded time."""
+    done = ended[kind]
+    lines = done.stderr.splitlines()
+    assert done.returncode == code
+    assert stdout is None or done.stdout == stdout
+    assert last is None or [*lines, ""][max(0, len(lines) - 1)] == last
+    has_traceback = kind in ("bug", "hook around")
+    assert (lines[:1] == ["Traceback (most recent call last):"]) == has_traceback
+    assert has_traceback or len(lines) <= 1
 
 
 @pytest.mark.distributed
@@ -202,24 +173,42 @@ def ending(monkeypatch: pytest.MonkeyPatch) -> Ending:
     return Ending(monkeypatch)
 
 
-def test_each_of_several_ranks_names_itself(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
-    assert ending.of(TrainerError("the disk is full"), rank=0) == 1
-    assert capfd.readouterr().err == "trainer: rank 0 on host node7: the disk is full\n"
-    assert ending.slept == []
+FIRST, PEER = failure._LET_RANK_0_PRINT_FIRST_S, failure._LET_PEER_PRINT_FIRST_S
+LOST = "rank 1 on host node7: lost another rank, and with it the job"
+GLOO = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5"
+RESET = ConnectionResetError("Connection reset by peer")
+HOROVOD = type("HorovodInternalError", (RuntimeError,), {})("Horovod has been shut down.")
 
 
-def test_a_rank_that_a_message_names_is_named_once(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
-    about_another = name_rank("the disk is full", rank=1, size=2, host="node8")
-    assert ending.of(TrainerError(about_another), rank=0) == 1
-    assert capfd.readouterr().err == "trainer: rank 1 on host node8: the disk is full\n"
-
-
-@pytest.mark.parametrize("error", [ConfigError("batch_size is 0"), DataError("the labels are damaged")])
-def test_a_users_mistake_has_a_code_of_its_own(
-    ending: Ending, capfd: pytest.CaptureFixture[str], error: TrainerError
-) -> None:
-    assert ending.of(error, rank=0) == 78
-    assert capfd.readouterr().err == f"trainer: rank 0 on host node7: {error}\n"
+@pytest.mark.parametrize(
+    ("error", "rank", "size", "code", "last", "slept"),
+    [
+        (TrainerError("the disk is full"), 0, 2, 1, "rank 0 on host node7: the disk is full", []),
+        # A rank that a message names is named once.
+        (TrainerError(name_rank("full", rank=1, size=2, host="node8")), 0, 2, 1, "rank 1 on host node8: full", []),
+        # A user's mistake has its own code, and rank 0 prints a common one first.
+        (ConfigError("batch_size is 0"), 0, 2, 78, "rank 0 on host node7: batch_size is 0", []),
+        (DataError("damaged labels"), 1, 2, 78, "rank 1 on host node7: damaged labels", [FIRST]),
+        (KeyboardInterrupt(), 0, 2, 130, "interrupted", []),
+        (KeyboardInterrupt(), 1, 2, 130, "", []),
+        # A rank that has lost its peer lets it print first.
+        (HOROVOD, 1, 2, 1, f"{LOST} (HorovodInternalError)", [PEER]),
+        (RuntimeError(GLOO), 1, 2, 1, f"{LOST} (RuntimeError)", [PEER]),
+        # A connection of the user's that is lost keeps its traceback, and a world of 1 has no peer to lose.
+        (RESET, 1, 2, 1, "rank 1 on host node7: ConnectionResetError: Connection reset by peer", []),
+        (RESET, 0, 1, 1, "ConnectionResetError: Connection reset by peer", []),
+        (IndexError("index"), 1, 2, 1, "rank 1 on host node7: IndexError: index", []),
+    ],
+)
+def test_what_a_failing_rank_prints_and_when(
+    ending: Ending, capfd: pytest.CaptureFixture[str], error: BaseException, rank: int, size: int, code: int,
+    last: str, slept: list[float],
+) -> None:  # fmt: skip
+    assert ending.of(error, rank=rank, size=size) == code
+    lines = capfd.readouterr().err.splitlines()
+    assert [*lines, ""][max(0, len(lines) - 1)] == (f"trainer: {last}" if last else "")
+    assert len(lines) <= 1 or error is RESET or isinstance(error, IndexError)
+    assert ending.slept == slept
 
 
 def test_of_nested_launchers_one_rank_0_prints_first(
@@ -235,61 +224,6 @@ def test_of_nested_launchers_one_rank_0_prints_first(
         failure._end_job(ConfigError, refused.value, None)
     assert capfd.readouterr().err.startswith("trainer: rank 1 on host node7: horovodrun with 2")
     assert ending.slept == [5.0]
-
-
-def test_another_rank_lets_rank_0_print_a_common_mistake_first(
-    ending: Ending, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert ending.of(ConfigError("batch_size is 0"), rank=1) == 78
-    assert capfd.readouterr().err == "trainer: rank 1 on host node7: batch_size is 0\n"
-    assert ending.slept == [failure._LET_RANK_0_PRINT_FIRST_S]
-
-
-@pytest.mark.parametrize(("rank", "line"), [(0, "trainer: interrupted\n"), (1, "")])
-def test_an_interrupt_is_mentioned_once(
-    ending: Ending, capfd: pytest.CaptureFixture[str], rank: int, line: str
-) -> None:
-    assert ending.of(KeyboardInterrupt(), rank=rank) == 130
-    assert capfd.readouterr().err == line
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        type("HorovodInternalError", (RuntimeError,), {})("Horovod has been shut down."),
-        RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5"),
-    ],
-)
-def test_a_rank_that_lost_its_peer_lets_it_print_first(
-    ending: Ending, capfd: pytest.CaptureFixture[str], error: Exception
-) -> None:
-    assert ending.of(error, rank=1) == 1
-    printed = capfd.readouterr().err
-    assert (
-        printed == f"trainer: rank 1 on host node7: lost another rank, and with it the job ({type(error).__name__})\n"
-    )
-    assert ending.slept == [failure._LET_PEER_PRINT_FIRST_S]
-
-
-def test_a_users_own_lost_connection_keeps_its_traceback(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
-    assert ending.of(ConnectionResetError("Connection reset by peer"), rank=1) == 1
-    assert "lost another rank" not in capfd.readouterr().err
-    assert ending.slept == []
-
-
-def test_a_world_of_one_has_no_peer_to_lose(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
-    assert ending.of(ConnectionResetError("Connection reset by peer"), rank=0, size=1) == 1
-    printed = capfd.readouterr().err
-    assert printed.splitlines()[-1] == "trainer: ConnectionResetError: Connection reset by peer"
-    assert "lost another rank" not in printed
-    assert ending.slept == []
-
-
-def test_a_bug_is_printed_at_once_on_every_rank(ending: Ending, capfd: pytest.CaptureFixture[str]) -> None:
-    assert ending.of(IndexError("list index out of range"), rank=1) == 1
-    printed = capfd.readouterr().err
-    assert printed.splitlines()[-1] == "trainer: rank 1 on host node7: IndexError: list index out of range"
-    assert ending.slept == []
 
 
 def test_a_rank_that_fails_in_a_collective_lets_the_watcher_say_why(

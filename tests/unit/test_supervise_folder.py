@@ -1,4 +1,4 @@
-"""The folder of a supervised job, the events in it, and the summary."""
+"""The folder of a supervised job, the events in it, and what a recovery took."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ import pytest
 
 from trainer.errors import ConfigError, TrainerError
 from trainer.ops.supervise.folder import Events, locked
-from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.outcome import Attempt, Judgement, Times, Verdict
-from trainer.ops.supervise.summary import recovery_of, summarize, training_share
+from trainer.ops.supervise.outcome import Attempt
+from trainer.ops.supervise.supervisor import recovery_of
 
 JOB = "0123456789abcdef" * 2
-HOSTS = (Host("a", 2), Host("b", 2))
 
 
 def test_a_job_is_supervised_once(tmp_path: Path) -> None:
@@ -61,52 +59,18 @@ def test_a_job_that_was_not_ended_is_found_again(tmp_path: Path) -> None:
 
 def test_an_event_is_a_line_for_people_and_one_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = Events(tmp_path / "events.jsonl")
-    events.say("start", "attempt 1\non a", attempt=1)
-    events.note("summary", attempts=[])
-    assert capsys.readouterr().err == "trainer run: attempt 1\ntrainer run: on a\n"
+    events.say("start", "attempt 1", attempt=1)
+    events.say("end", "done", is_silent=True)
+    Events(tmp_path / "nowhere" / "events.jsonl").say("start", "attempt 2")  # a full disk ends no job
+    assert capsys.readouterr().err == "trainer run: attempt 1\ntrainer run: attempt 2\n"
     entries = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [(entry["event"], entry.get("attempt")) for entry in entries] == [("start", 1), ("summary", None)]
-
-
-def test_events_that_cannot_be_written_do_not_end_the_job(tmp_path: Path) -> None:
-    Events(tmp_path / "nowhere" / "events.jsonl").say("start", "attempt 1")
-
-
-def attempts() -> list[Attempt]:
-    failed = Attempt(HOSTS, "x", Times(0.0, 3.0, 4.0, 10.0, 10.5, 12.0), 0.0, updates=(1, 50))
-    failed.judgement = Judgement(Verdict.FAILED, "rank 1 on b died without a word in update 51", ("b",))
-    done = Attempt(HOSTS[:1], "y", Times(12.5, 15.5, 16.5, 19.5, 19.75, 20.0), 12.5, updates=(41, 100))
-    done.judgement = Judgement(Verdict.DONE, "done", code=0, is_last=True)
-    return [failed, done]
+    assert [(entry["event"], entry.get("attempt")) for entry in entries] == [("start", 1), ("end", None)]
 
 
 def test_a_recovery_goes_from_the_last_progress_to_the_first_update() -> None:
-    assert recovery_of(*attempts()) == {
-        "detected": 0.5,
-        "ended": 1.5,
-        "started": 0.5,
-        "joined": 3.0,
-        "first update": 1.0,
-        "total": 6.5,
-    }
-    failed, done = attempts()
-    done.times.first_update = None
+    failed = Attempt(hosts=(), started_at=0.0, progress_at=10.0, detected_at=10.5, ended_at=12.0)
+    done = Attempt(hosts=(), started_at=12.5, joined_at=15.5)
     assert recovery_of(failed, done) == {}
-
-
-def test_the_share_of_training_leaves_out_starts_and_ends() -> None:
-    assert training_share(attempts()) == pytest.approx((6 + 3) / 20)
-    assert training_share([Attempt(HOSTS, "x", Times(0.0), 0.0)]) == 0
-
-
-def test_the_summary_has_aligned_columns() -> None:
-    head, first, second, recovery, share = summarize(attempts()).splitlines()
-    for column in ("ranks", "hosts", "updates", "recovery", "end"):
-        at = head.index(column)
-        assert first[at - 2 : at] == second[at - 2 : at] == "  "
-        assert first[at] != " " != second[at]
-    assert first.split()[2:6] == ["4", "a:2,b:2", "1–50", "–"]
-    assert second.split()[2:] == ["2", "a:2", "41–100", "6.5", "s", "done"]
-    parts = "detected 0.5 s, ended 1.5 s, started 0.5 s, joined 3.0 s, first update 1.0 s, total 6.5 s"
-    assert recovery == f"recovery of attempt 2: {parts}"
-    assert share == "45 % of the time was training"
+    done.first_update_at = 16.5
+    parts = {"detected": 0.5, "ended": 1.5, "started": 0.5, "joined": 3.0, "first update": 1.0}
+    assert recovery_of(failed, done) == {**parts, "total": 6.5}

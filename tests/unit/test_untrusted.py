@@ -73,7 +73,7 @@ def test_the_lock_follows_no_link_and_waits_for_no_pipe(tmp_path: Path) -> None:
 
 WRITERS: dict[str, Callable[[Path], object]] = {
     ".model.pt.partial": lambda folder: save_atomically(folder / "model.pt", 1),
-    "events.jsonl": lambda folder: Events(folder / "events.jsonl").note("start"),
+    "events.jsonl": lambda folder: Events(folder / "events.jsonl").say("start", "text"),
     "lock": lambda folder: locked(folder, "job").__enter__(),
     "steps.jsonl": lambda folder: _append(folder / "steps.jsonl", {}),
     "epochs.jsonl": lambda folder: _keep(folder / "epochs.jsonl", lambda line: True),

@@ -138,7 +138,9 @@ def _hostfile(data: bytes) -> None:
 
 @cache  # it takes as long as all the rest
 def _run_parser() -> ArgumentParser:
-    return supervise.add_parser(supervise.make_parser("trainer").add_subparsers())
+    parser = supervise.make_parser("trainer")
+    supervise.add_parser(parser.add_subparsers())
+    return parser
 
 
 def _quietly(call: Callable[[], object]) -> None:
@@ -152,7 +154,7 @@ def _words(data: bytes) -> list[str]:
 
 
 def _run_options(data: bytes) -> None:
-    _quietly(lambda: supervise.parse(_words(data), _run_parser()))
+    _quietly(lambda: supervise.to_options(_run_parser().parse_args(["run", *_words(data)])))
 
 
 def _run_lines() -> list[bytes]:

@@ -175,27 +175,15 @@ def _verdicts() -> list[bytes]:
     return [json.dumps({"kind": HANG, "text": "no progress", "culprits": [0, 3]}).encode() + b"\n"]
 
 
-class _Finished:
-    """A process that has ended in good order."""
-
-    returncode = 0
-
-    def __init__(self, output: bytes) -> None:
-        self._output = output
-
-    def communicate(self, timeout: float) -> tuple[bytes, bytes]:
-        return self._output, b""
-
-
 def _hear_host(data: bytes) -> None:
-    answer = remote._read(Host("a", 1), cast("Any", _Finished(data)), 0.0)
+    answer = remote.parse_answer("a", data)
     assert answer.verdict is None or isinstance(answer.verdict, JobVerdict)
     assert all(rank.pid > 0 for rank in answer.ranks)
 
 
 def _heard() -> Sequence[bytes]:
-    head, records = b"trainer-host 12 13\n", _heartbeats()[0]
-    return [head, head + records + _verdicts()[0], head + records * 2]
+    head, record = b"trainer-host 12 13\n", b"+" + _heartbeats()[0]
+    return [head, head + _verdicts()[0].rstrip() + b"\n" + record, head + b"\n" + record * 2]
 
 
 TARGETS = (

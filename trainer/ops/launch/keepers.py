@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from trainer.errors import TrainerError
 from trainer.ops.launch.outcome import CALL
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.remote import SCRIPT, SSH
+from trainer.ops.supervise.remote import SCRIPT
 
 _KEEP = f"""\
 trap '' HUP INT TERM
@@ -21,7 +20,7 @@ kept=$1 size=$2
 shift 2
 mkdir "$kept" || {{ [ -O "$kept" ] && [ ! -L "$kept" ] && echo ready; exit; }}
 head -c "$size" > "$kept/{CALL}" && echo ready || {{ rm -rf "$kept"; exit 1; }}
-read -r _ || sleep 5
+read -r _ || {{ rm -rf "$kept"; sleep 5; }}
 (
 {SCRIPT}
 ) > /dev/null 2>&1
@@ -31,8 +30,8 @@ rm -rf "$kept"
 """Keeps the folder of a launch until its input ends, however its caller ends.
 
 If the folder is there already, the host is known under another name as well, and has a keeper. Where no line says that
-the job is over, the caller was killed: then the launcher, which ends with the caller, gets time to end its ranks, and
-what is left is killed.
+the job is over, the caller was killed: then nobody wants the outcomes, and the folder goes first. The launcher, which
+ends with the caller, gets time to end its ranks, and what is left is killed.
 """
 # A host that loses power meanwhile is given up after three times that many seconds.
 _OPTIONS = ("-o", "ServerAliveInterval=10")
@@ -62,7 +61,10 @@ class Keepers:
         """
         try:
             for host in self._hosts:
-                self._shells.append(self._start(host, len(call)))
+                try:
+                    self._shells.append(self._start(host, len(call)))
+                except OSError as error:  # there is no ssh
+                    raise TrainerError(f"the function cannot be sent to host {host.name}: {error}") from None
             for host, shell in zip(self._hosts, self._shells, strict=True):
                 self._send(host, shell, call)
             yield
@@ -76,24 +78,16 @@ class Keepers:
             return b"".join(shell.communicate(b"end\n")[0] for shell in shells)
         finally:
             for shell in shells:
-                if shell.stdin is not None:
-                    with suppress(OSError):
-                        shell.stdin.close()
+                _close_input(shell)
 
     def _start(self, host: Host, size: int) -> subprocess.Popen[bytes]:
         folders = sorted({tempfile.gettempdir(), "/tmp"})  # noqa: S108 (of another host)
         command = ["sh", "-c", _KEEP, "sh", str(self.folder), str(size), self._job, "kill", *folders]
-        try:
-            return subprocess.Popen(
-                command if host.is_here else [*SSH, *_OPTIONS, host.name, shlex.join(command)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                # Ctrl-C reaches the caller alone, which then ends the job and the keepers in this order.
-                start_new_session=True,
-            )
-        except OSError as error:  # there is no ssh
-            raise TrainerError(f"the function cannot be sent to host {host.name}: {error}") from None
+        pipe = subprocess.PIPE
+        # In its own session: Ctrl-C reaches the caller alone, which then ends the job and the keepers in this order.
+        return subprocess.Popen(
+            host.command(command, _OPTIONS), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
 
     @staticmethod
     def _send(host: Host, shell: subprocess.Popen[bytes], call: bytes) -> None:
@@ -103,17 +97,19 @@ class Keepers:
             shell.stdin.write(call)
             shell.stdin.flush()
         except BrokenPipeError:  # of a host with another keeper; what is left in the buffer would be sent at each close
-            with suppress(BrokenPipeError):
-                shell.stdin.close()
-            shell.stdin = None
+            _close_input(shell)
         answer = shell.stdout.readline()
         if answer != b"ready\n":
             if answer:  # of something else that the host starts with each shell, which would mix with the outcomes
                 shell.kill()
-            if shell.stdin is not None:
-                with suppress(BrokenPipeError):  # there may be something that nobody has read
-                    shell.stdin.close()
-                shell.stdin = None
+            _close_input(shell)
             problem = shell.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
             why = problem or f"ssh has ended with code {shell.wait()}"
             raise TrainerError(f"the function cannot be sent to host {host.name}: {why}")
+
+
+def _close_input(shell: subprocess.Popen[bytes]) -> None:
+    if shell.stdin is not None:
+        with suppress(OSError):  # there may be something that nobody has read
+            shell.stdin.close()
+        shell.stdin = None

@@ -6,26 +6,26 @@ import inspect
 import io
 import linecache
 import os
+import select
 import signal
 import site
 import sys
 import sysconfig
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 import __main__
 from trainer.cluster.environment import launches
-from trainer.cluster.launchers import STARTS
 from trainer.errors import ConfigError
 from trainer.ops.launch.keepers import Keepers
 from trainer.ops.launch.outcome import conclude, dumps, read_outcomes
 from trainer.ops.launch.output import Output
 from trainer.ops.supervise.folder import Events
-from trainer.ops.supervise.options import Options, check_job
-from trainer.ops.supervise.signals import Signals
+from trainer.ops.supervise.options import Options, check
+from trainer.ops.supervise.signals import TICK_S, Signals
 from trainer.ops.supervise.supervisor import Supervisor
 from trainer.watch.job_folder import JOB
 
@@ -76,25 +76,18 @@ def launch(
             rank, and a note names the rank and its host.
     """
     _refuse_within_rank()
-    numbers = {"max_restarts": max_restarts, "timeout_s": timeout_s}
-    places = check_job(np, hosts, min_np, numbers, ("np", "hosts", "min_np"))
-    if launcher not in STARTS:
-        raise ConfigError(f"launcher is {launcher!r}; valid are {', '.join(STARTS)}")
+    given = {"np": np, "hosts": hosts, "min_np": min_np, "max_restarts": max_restarts, "timeout_s": timeout_s}
+    checked = check({**given, "launcher": launcher})
     _check_call(function, args, kwargs)
     call = _dump_call(function, args, kwargs)
     job = uuid.uuid4().hex
-    keepers = Keepers(places, job)
+    keepers = Keepers(checked["hosts"], job)
     # Messages about attempts matter only if there can be several. Otherwise the results or an exception say it all.
     events = Events(None, is_silent=max_restarts == 0)
     with Output() as output, keepers.keep(call):
         options = Options(
-            ranks=np,
-            hosts=places,
+            **checked,
             command=(sys.executable, "-m", "trainer.ops.launch.rank", str(keepers.folder)),
-            min_ranks=np if min_np is None else min_np,
-            launcher=launcher,
-            max_restarts=max_restarts,
-            timeout_s=timeout_s,
             environment={"PYTHONPATH": os.pathsep.join(_import_path())},
             streams=output.streams,
         )
@@ -104,7 +97,7 @@ def launch(
         if interrupts.interrupted_by is not None:
             raise KeyboardInterrupt
         outcomes = keepers.collect()
-    return conclude(code, supervisor.last_text, read_outcomes(io.BytesIO(outcomes)))
+    return conclude(code, supervisor.attempts[-1].judgement.text, read_outcomes(io.BytesIO(outcomes)))
 
 
 class _Interrupts(Signals):
@@ -119,18 +112,18 @@ class _Interrupts(Signals):
             raise KeyboardInterrupt
         super()._note(number, frame)
 
-    def wait(self, seconds: float, descriptors: Iterable[int] = ()) -> None:
-        super().wait(seconds, [*descriptors, *self._output.descriptors])
+    def tick(self) -> None:
+        select.select(self._output.descriptors, [], [], TICK_S)
         self._output.print()
 
 
 def _refuse_within_rank() -> None:
-    rank = next((rank for rank in launches() if rank.size > 1), None)
-    if rank is not None or JOB in os.environ:
-        who = f"rank {rank.rank} of {rank.size}" if rank is not None else "a rank"
-        raise ConfigError(
-            f"trainer.launch is called within {who}, and starts ranks itself; call it outside of a launcher's job"
-        )
+    within = [f"rank {rank.rank} of {rank.size}" for rank in launches() if rank.size > 1] + ["a rank"] * (
+        JOB in os.environ
+    )
+    if within:
+        text = f"trainer.launch is called within {within[0]}, and starts ranks itself"
+        raise ConfigError(f"{text}; call it outside of a launcher's job")
 
 
 def _check_call(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -140,26 +133,26 @@ def _check_call(function: Callable[..., object], args: tuple[object, ...], kwarg
         ConfigError: it does not.
     """
     try:
-        signature = inspect.signature(function)
-    except ValueError:  # some built-in functions have none
+        inspect.signature(function).bind(*args, **kwargs)
+    except ValueError:  # some built-in functions have no signature
         return
-    try:
-        signature.bind(*args, **kwargs)
     except TypeError as error:
-        options = inspect.signature(launch).parameters.values()
-        taken = ", ".join(option.name for option in options if option.default != option.empty)
-        name = getattr(function, "__name__", type(function).__name__)
-        raise ConfigError(f"{name}(): {error}; trainer.launch itself takes {taken}") from None
+        taken = ", ".join(launch.__kwdefaults__ or ())
+        raise ConfigError(f"{_name_of(function)}(): {error}; trainer.launch itself takes {taken}") from None
+
+
+def _name_of(function: Callable[..., object]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _dump_call(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
     try:
         call = dumps((function, args, kwargs))
     except Exception as error:  # whatever the values' own code raises
-        name = getattr(function, "__name__", type(function).__name__)
-        raise ConfigError(f"trainer.launch cannot send {name}() or its arguments: {error}".partition("\n")[0]) from None
+        text = f"trainer.launch cannot send {_name_of(function)}() or its arguments: {error}"
+        raise ConfigError(text.partition("\n")[0]) from None
     # The ranks get a script's options too, but not those of a notebook's kernel, which mean nothing to them.
-    argv = sys.argv if hasattr(__main__, "__file__") else [getattr(function, "__name__", "function")]
+    argv = sys.argv if hasattr(__main__, "__file__") else [_name_of(function)]
     # The source of a notebook's cells, for tracebacks. Unlike entries of files, theirs have no modification time.
     sources = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     return dumps((argv, sources, call))

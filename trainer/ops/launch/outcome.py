@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import cloudpickle
@@ -20,7 +18,7 @@ CALL = "call"
 """File with the function and its arguments, in the folder of a launch."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Outcome:
     """How the function ended on a rank, as that rank has written it."""
 
@@ -65,16 +63,6 @@ def dumps(value: Any) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
     return buffer.getvalue()
-
-
-def file_of(folder: Path, rank: int) -> Path:
-    """Return where a rank writes its outcome."""
-    return folder / f"outcome-{rank}"
-
-
-def open_private(path: Path) -> BinaryIO:
-    """Open a file to be written, which only this user may read."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
 
 
 def read_outcomes(file: BinaryIO) -> Iterator[Outcome]:

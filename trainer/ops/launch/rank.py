@@ -20,7 +20,7 @@ from trainer.cluster.environment import SECRET, Launch, read_launch
 from trainer.cluster.launchers import LAUNCHERS
 from trainer.cluster.output import write_whole_lines
 from trainer.errors import TrainerError
-from trainer.ops.launch.outcome import CALL, Outcome, dumps, file_of, open_private
+from trainer.ops.launch.outcome import CALL, Outcome, dumps
 from trainer.ops.launch.output import tag_output
 from trainer.watch.failure import is_lost_peer, report_failures
 
@@ -33,11 +33,16 @@ def main() -> None:
     write_whole_lines()
     report_failures()
     try:
-        value = _pickle(_call(folder / CALL), launch)
+        value = _call(folder / CALL)
+        try:
+            result = dumps(value)
+        except Exception as error:  # whatever the value's own code raises
+            text = f"trainer.launch cannot send back the result of rank {launch.rank}: {error}"
+            raise TrainerError(text) from None
     except Exception as error:
-        _write(folder, launch, _pickle_error(error), _trace(error), is_lost_peer(error))
+        _write(folder, launch, _pickle_error(error), _trace(error), is_lost_peer(error) and launch.size > 1)
         raise
-    _write(folder, launch, value)
+    _write(folder, launch, result)
 
 
 def _call(file: Path) -> Any:
@@ -51,13 +56,6 @@ def _call(file: Path) -> Any:
         if ending.code not in (None, 0):
             raise
         return None
-
-
-def _pickle(value: Any, launch: Launch) -> bytes:
-    try:
-        return dumps(value)
-    except Exception as error:  # whatever the value's own code raises
-        raise TrainerError(f"trainer.launch cannot send back the result of rank {launch.rank}: {error}") from None
 
 
 def _pickle_error(error: Exception) -> bytes:
@@ -75,22 +73,13 @@ def _trace(error: Exception) -> str:
 
 
 def _write(folder: Path, launch: Launch, value: bytes, trace: str = "", follows: bool = False) -> None:
-    outcome = Outcome(
-        rank=launch.rank,
-        size=launch.size,
-        host=socket.gethostname(),
-        # Every start of the job has a secret of its own.
-        attempt=hashlib.sha256(os.environ.get(SECRET, "").encode()).hexdigest(),
-        time=time.time(),
-        value=value,
-        trace=trace,
-        follows=follows and launch.size > 1,
-    )
-    file = file_of(folder, launch.rank)
-    partial = file.with_name(f".{file.name}")
-    with open_private(partial) as output:
-        pickle.dump(outcome, output)
-    partial.replace(file)
+    # Every start of the job has a secret of its own.
+    attempt = hashlib.sha256(os.environ.get(SECRET, "").encode()).hexdigest()
+    host, now = socket.gethostname(), time.time()
+    outcome = Outcome(launch.rank, launch.size, host, attempt, now, value, trace, follows)
+    partial = folder / f".outcome-{launch.rank}"  # in a folder of this user's alone
+    partial.write_bytes(pickle.dumps(outcome))
+    partial.replace(folder / f"outcome-{launch.rank}")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,35 @@
-"""An attempt, which is a start of the job: launch it, watch it, and end it on every host."""
+"""Run an attempt: launch the job, watch its ranks, and end it on every host."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from pathlib import Path
 
-from trainer.cluster.launchers import STARTS
+from trainer.cluster.output import say
+from trainer.cluster.processes import is_running
 from trainer.ops.supervise.launchers import launch
 from trainer.ops.supervise.options import Options
-from trainer.ops.supervise.outcome import Attempt, Facts, judge
-from trainer.ops.supervise.ranks import Ranks
+from trainer.ops.supervise.outcome import Attempt, judge
 from trainer.ops.supervise.remote import Answer, on_all_hosts
 from trainer.ops.supervise.signals import Signals
 from trainer.watch.compare import compare
+from trainer.watch.heartbeat import DONE, PREEMPTED, Heartbeat
+from trainer.watch.job_folder import WAITS, folder_name, is_ours
 
-_TICK_S = 0.25
+_POLL_S = 5.0
+"""How often other hosts are asked."""
+_SUSPICIOUS_S = 15.0
+"""After this time without progress, other hosts are asked whether they are there."""
+_LOST = 2
+"""A host is lost when it does not answer this many times in a row."""
 _LAUNCHER_ENDS_S = 0.5
 """Time for a launcher to note which rank has died, before the other ranks are killed; they cannot save any more.
 
@@ -30,40 +42,66 @@ _INTERRUPTED_S = 5.0
 
 
 class Running:
-    """An attempt that is under way."""
+    """An attempt that is under way.
 
-    def __init__(self, attempt: Attempt, options: Options, signals: Signals) -> None:
-        self._attempt, self._options, self._signals = attempt, options, signals
-        self._ranks = Ranks(attempt.hosts, attempt.job, options.timeout_s)
+    Ranks of this host are read from the files of their heartbeats. Other hosts are asked through ssh: for the
+    heartbeats of their ranks if this host has no ranks (else those of this host are enough, because all ranks take
+    their updates together), and, once progress stops, whether they still answer, because nothing else tells of a host
+    without power.
+
+    Args:
+        attempt: gets what is seen of it.
+        job: the id that marks its processes.
+        signals: what may end it early.
+    """
+
+    def __init__(self, attempt: Attempt, job: str, options: Options, signals: Signals) -> None:
+        self._attempt, self._job, self._options, self._signals = attempt, job, options, signals
+        self._here = next((host.name for host in attempt.hosts if host.is_here), "")
+        self._folder = Path(tempfile.gettempdir(), folder_name(job, os.geteuid()))
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._is_preempted = False
-        self._idle_s: float | None = None
+        self._gone: set[int] = set()
+        self._killed: set[int] = set()
+        self._asked_at = time.monotonic()
+        self._unanswered, self._waits = Counter[str](), Counter[str]()
 
     def run(self) -> list[Answer]:
-        """Start the job, wait for its end, and end what is left; return what all hosts of the job have answered."""
-        with tempfile.TemporaryFile() as failed_rank:
-            answers, codes = self._run(failed_rank.fileno())
-            failed_rank.seek(0)
-            self._conclude(answers, codes, [int(line) for line in failed_rank][:1])
-        return answers
-
-    def _run(self, failed_rank: int) -> tuple[list[Answer], list[int]]:
-        options, attempt = self._options, self._attempt
+        """Start the job, wait for its end, end what is left, and judge it; return what all hosts have answered."""
+        attempt = self._attempt
         try:
-            self._processes = launch(options, attempt.hosts, attempt.job, failed_rank)
+            self._processes = launch(self._options, attempt.hosts, self._job)
             self._watch()
-            codes = self._codes()
-            attempt.times.detected = attempt.times.detected or time.monotonic()
-            if self._end():
-                codes = self._codes()
+            attempt.detected_at = attempt.detected_at or time.monotonic()
+            self._end()
         finally:
-            self._ranks.close()
-            answers = on_all_hosts(options.hosts, attempt.job, "kill")
+            answers = on_all_hosts(self._options.hosts, self._job, "kill")
             for process in self._processes:
                 process.kill()
                 process.wait()
-        attempt.times.ended = time.monotonic()
-        return answers, codes
+        attempt.ended_at = time.monotonic()
+        self._conclude(answers)
+        return answers
+
+    def _watch(self) -> None:
+        """Watch the ranks and the launcher until the job has ended, or has to be."""
+        attempt, deadline = self._attempt, float("inf")
+        while not self._is_over and not self._signals.interrupted_by:
+            self._signals.tick()
+            self.read()
+            if self._signals.preempts and not attempt.is_preempted:
+                attempt.is_preempted = True
+                on_all_hosts(attempt.hosts, self._job, "preempt")
+                if not attempt.ranks:  # then nothing can be saved yet
+                    self._signal(signal.SIGTERM)
+            if attempt.dead and attempt.detected_at is None:
+                attempt.detected_at = time.monotonic()
+                deadline = attempt.detected_at + _LAUNCHER_ENDS_S
+            attempt.idle_s = self.idle_s
+            if attempt.idle_s is not None or self.lost or time.monotonic() >= deadline:
+                break
+        else:
+            self.read()
+        self._note_codes()
 
     @property
     def _is_over(self) -> bool:
@@ -71,107 +109,128 @@ class Running:
         codes = [process.poll() for process in self._processes]
         return None not in codes or any(codes)
 
-    def _watch(self) -> None:
-        deadline = None
-        while not self._is_over and not self._signals.interrupted_by:
-            self._signals.wait(_TICK_S, self._ranks.descriptors)
-            self._ranks.read()
+    def _note_codes(self) -> None:
+        codes = [code for process in self._processes if (code := process.poll()) is not None]
+        self._attempt.codes = [code if code >= 0 else 128 - code for code in codes]
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds without any progress, once that is longer than the timeout."""
+        idle = time.monotonic() - self._attempt.progress_at
+        is_working = any(rank.phase not in (PREEMPTED, DONE) for rank in self._attempt.ranks.values())
+        return idle if is_working and 0 < self._options.timeout_s < idle else None
+
+    @property
+    def lost(self) -> set[str]:
+        """Hosts that have stopped answering."""
+        return {host for host, times in self._unanswered.items() if times >= _LOST}
+
+    def read(self) -> None:
+        """Read the heartbeats of the ranks, look for dead ranks, and ask other hosts if it is time to."""
+        attempt = self._attempt
+        if self._here:
+            with suppress(OSError):
+                for path in self._folder.glob("rank-*") if is_ours(self._folder) else ():
+                    if (heartbeat := Heartbeat.from_reader(path.read_bytes)) is not None:
+                        self.note(self._here, heartbeat)
+            dead = self._ranks_here() - self._running()
+            self._gone |= dead
+            silent = [number for number in dead if attempt.ranks[number].phase not in (DONE, PREEMPTED)]
+            if silent and not attempt.dead:
+                attempt.dead, attempt.left = sorted(silent), sorted(self._gone - {*silent})
+        now = time.monotonic()
+        is_idle = bool(attempt.ranks) and now - attempt.progress_at > _SUSPICIOUS_S and len(attempt.hosts) > 1
+        if (is_idle or not self._here) and now - self._asked_at > _POLL_S:
             self._ask()
-            now = time.monotonic()
-            if self._ranks.dead and deadline is None:
-                self._attempt.times.detected, deadline = now, now + _LAUNCHER_ENDS_S
-            self._idle_s = self._ranks.idle_s
-            if self._idle_s is not None or self._ranks.lost or (deadline is not None and now >= deadline):
-                return
-        self._ranks.read()
+
+    def _ranks_here(self) -> set[int]:
+        return {number for number, host in self._attempt.host_of.items() if host == self._here} - self._gone
+
+    def _running(self) -> set[int]:
+        return {number for number in self._ranks_here() if is_running(self._attempt.ranks[number].pid)}
+
+    def note(self, host: str, heartbeat: Heartbeat) -> None:
+        """Take in what a rank has reported."""
+        attempt, now = self._attempt, time.monotonic()
+        known = attempt.ranks.get(heartbeat.rank)
+        attempt.ranks[heartbeat.rank], attempt.host_of[heartbeat.rank] = heartbeat, host
+        # Clocks of other hosts begin elsewhere.
+        if known is None or known.progress_s != heartbeat.progress_s:
+            attempt.progress_at = max(attempt.progress_at, heartbeat.progress_s if host == self._here else now)
+        if heartbeat.phase != "joining":
+            attempt.joined_at = attempt.joined_at or now
+        if heartbeat.first_update_s:
+            first = heartbeat.first_update_s if host == self._here else now
+            attempt.first_update_at = attempt.first_update_at or first
 
     def _ask(self) -> None:
-        """Ask the ranks to save and end, once, if a signal calls for it."""
-        if not self._signals.preempts or self._is_preempted:
-            return
-        self._is_preempted = True
-        on_all_hosts(self._attempt.hosts, self._attempt.job, "preempt")
-        if not self._ranks.all:  # then nothing can be saved yet
-            self._signal(signal.SIGTERM)
+        answers = on_all_hosts(self._attempt.hosts, self._job, "look")
+        self._asked_at = time.monotonic()
+        for answer in answers:
+            self._unanswered[answer.host] = self._unanswered[answer.host] + 1 if answer.problem else 0
+            for heartbeat in answer.ranks:
+                self.note(answer.host, heartbeat)
+        waits = compare({answer.host: answer.verdict for answer in answers})
+        if waits is not None and waits.kind == WAITS:
+            # Twice, because the hosts' watchers do not note it at the same moment.
+            self._waits[waits.text] += 1
+            if self._waits[waits.text] == _LOST:
+                say([waits.text])
 
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes:
-            process.send_signal(number)
-
-    def _codes(self) -> list[int]:
-        return [code for process in self._processes if (code := process.poll()) is not None]
-
-    def _end(self) -> bool:
-        """Have the launcher end what it has started, and remove its files; return whether it did so by itself."""
+    def _end(self) -> None:
+        """Have the launcher end what it has started, and remove its files."""
         if self._signals.interrupted_by:
             # A terminal's Ctrl-C has reached the launcher as well, and mpirun takes a second one for impatience.
             self._wait(_INTERRUPTED_S / 2)
             self._signal(signal.SIGTERM)
             self._wait(_INTERRUPTED_S)
-            return False
-        by_itself = bool(self._ranks.dead)
-        if not by_itself:  # else it is ending the job already, and mpirun crashes on a signal meanwhile
+            return
+        is_ending = bool(self._attempt.dead)
+        if not is_ending:  # mpirun crashes on a signal while it ends the job
             self._signal(signal.SIGTERM)
-        self._ranks.kill()
+        self._killed = self._running()
+        for number in self._killed:
+            with suppress(ProcessLookupError):
+                os.kill(self._attempt.ranks[number].pid, signal.SIGKILL)
         self._wait(_TERMINATED_S)
-        return by_itself
+        if is_ending:
+            self._note_codes()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            process.send_signal(number)
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while None in [process.poll() for process in self._processes] and time.monotonic() < deadline:
-            self._signals.wait(min(_TICK_S, deadline - time.monotonic()))
+            self._signals.tick()
 
-    def _conclude(self, answers: Sequence[Answer], codes: Sequence[int], failed: Sequence[int]) -> None:
-        """Judge how the attempt has ended, from what its hosts have answered and its launcher's exit codes.
-
-        Args:
-            failed: the rank that failed first, where the launcher has told it.
-        """
-        attempt, ranks = self._attempt, self._ranks
+    def _conclude(self, answers: Sequence[Answer]) -> None:
+        """Judge how the attempt has ended, by what its hosts have answered as well."""
+        attempt = self._attempt
+        # A rank may do a little more after another has died.
+        progress_at = min(attempt.progress_at, attempt.detected_at or attempt.progress_at)
         # A host that is back without being in this attempt may still have the files of an earlier attempt.
         answers = [answer for answer in answers if answer.host in {host.name for host in attempt.hosts}]
-        gone = self._find_gone(answers)
-        asked = {number for number, heartbeat in ranks.all.items() if heartbeat.signal}
-        # A rank that has said why it ends may have been seen first, because those that are left take their time.
-        silent = [number for number in ranks.dead if not ranks.all[number].has_ended]
-        facts = Facts(
-            launcher=STARTS[self._options.launcher].name,
-            codes=codes,
-            ranks=ranks.all,
-            host_of=ranks.host_of,
-            dead=find_dead(silent, gone, asked, ranks.host_of, failed),
-            ended=ranks.ended,
-            lost={answer.host: answer.problem for answer in answers if not answer.is_well},
-            idle_s=self._idle_s,
-            is_preempted=self._is_preempted,
-            was_interrupted=self._signals.interrupted_by is not None,
-            verdict=compare({answer.host: answer.verdict for answer in answers}),
-        )
-        attempt.judgement = judge(facts)
-        attempt.updates = ranks.updates
-        attempt.times.joined, attempt.times.first_update = ranks.joined_at, ranks.first_update_at
-        # A rank may do a little more after another has died.
-        attempt.times.progress = min(ranks.progress_at, attempt.times.detected or ranks.progress_at)
-
-    def _find_gone(self, answers: Sequence[Answer]) -> set[int]:
-        """Take in the last heartbeats; return the ranks that were gone without a word, and that we have not killed."""
-        here = {host.name for host in self._attempt.hosts if host.is_here}
         gone = set()
         for answer in answers:
             for heartbeat in answer.ranks:
-                self._ranks.note(answer.host, heartbeat)
-                is_killed = answer.host in here and heartbeat.rank in self._ranks.killed
-                if heartbeat.pid not in answer.processes and not (heartbeat.has_ended or is_killed):
+                self.note(answer.host, heartbeat)
+                if heartbeat.pid not in answer.processes and not heartbeat.has_ended:
                     gone.add(heartbeat.rank)
-        return gone
+        attempt.progress_at = progress_at
+        attempt.was_interrupted = self._signals.interrupted_by is not None
+        attempt.lost = {answer.host: answer.problem for answer in answers if answer.problem}
+        attempt.verdict = compare({answer.host: answer.verdict for answer in answers})
+        # A rank that has said why it ends may have been seen first, because those that are left take their time.
+        seen = [number for number in attempt.dead if not attempt.ranks[number].has_ended]
+        asked = {number for number, heartbeat in attempt.ranks.items() if heartbeat.signal}
+        attempt.dead = find_dead(seen, gone - self._killed, asked, attempt.host_of)
+        attempt.judgement = judge(attempt)
 
 
 def find_dead(
-    seen: Sequence[int],
-    gone: Collection[int],
-    asked: Collection[int],
-    host_of: Mapping[int, str],
-    failed: Sequence[int] = (),
+    seen: Sequence[int], gone: AbstractSet[int], asked: AbstractSet[int], host_of: Mapping[int, str]
 ) -> Sequence[int]:
     """Return the ranks that died first; none if that is not known.
 
@@ -179,12 +238,9 @@ def find_dead(
         seen: ranks of this host whose deaths were seen first.
         gone: ranks of any host that were gone at the end, without a word.
         asked: ranks that had got a signal to end. A launcher sends it to the ranks that a dead rank leaves behind.
-        failed: the rank that failed first, where the launcher has told it.
     """
-    if silent := sorted(set(gone) & set(failed)):
-        return silent
-    if asked and (unasked := sorted(set(gone) - set(asked))):
-        return unasked
+    if asked and (unasked := gone - asked):
+        return sorted(unasked)
     if len(gone) < len(host_of):
         return seen or sorted(gone)
     if len({*host_of.values()}) == 1:
@@ -192,4 +248,4 @@ def find_dead(
     # The launcher has ended the ranks that were left. Where none has noted its signal, and where all ranks of this host
     # died at once, it may have ended those that were seen, after a rank of another host.
     here = {number for number, host in host_of.items() if host in {host_of[number] for number in seen}}
-    return seen if asked and set(seen) < here else ()
+    return seen if asked and {*seen} < here else ()

@@ -31,20 +31,15 @@ class Events:
     def __init__(self, path: Path | None, is_silent: bool = False) -> None:
         self._path, self._is_silent = path, is_silent
 
-    def say(self, kind: str, text: str, **facts: Any) -> None:
-        """Print one or more lines, and append an event to the file; a full disk does not end the job."""
-        with suppress(OSError, ValueError):  # nobody reads any more
-            if not self._is_silent:
-                print_line("\n".join(f"trainer run: {line}" for line in text.splitlines()), sys.stderr)
-        self.note(kind, text=text, **facts)
-
-    def note(self, kind: str, **facts: Any) -> None:
-        """Append an event to the file."""
-        if self._path is None:
-            return
-        entry = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": kind, **facts}
-        with suppress(OSError), open_own(self._path, "a") as file:
-            file.write(json.dumps(entry).encode() + b"\n")
+    def say(self, kind: str, text: str, *, is_silent: bool = False, **facts: Any) -> None:
+        """Print a line, unless it is silent, and append an event to the file; a full disk does not end the job."""
+        if not (is_silent or self._is_silent):
+            with suppress(OSError, ValueError):  # nobody reads any more
+                print_line(f"trainer run: {text}", sys.stderr)
+        entry = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": kind, "text": text, **facts}
+        if self._path is not None:
+            with suppress(OSError), open_own(self._path, "a") as file:
+                file.write(json.dumps(entry).encode() + b"\n")
 
 
 @contextmanager

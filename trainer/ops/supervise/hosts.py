@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.errors import ConfigError
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # never an option of ssh's
-_SLOTS = re.compile(r"0*[1-9][0-9]{0,5}")
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+_HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)(?::0*([1-9][0-9]{0,5}))?")  # the name is never an option of ssh's
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,14 @@ class Host:
     def __str__(self) -> str:
         return f"{self.name}:{self.slots}"
 
+    def command(self, words: Sequence[str], options: Sequence[str] = ()) -> list[str]:
+        """Return the command that runs these words on the host.
+
+        Args:
+            options: of ssh.
+        """
+        return [*words] if self.is_here else [*SSH, *options, self.name, shlex.join(words)]
+
 
 def parse_hosts(text: str, option: str = "-H") -> tuple[Host, ...]:
     """Return the hosts of "a:2,b:2"; a host without a number has one slot.
@@ -40,15 +49,15 @@ def parse_hosts(text: str, option: str = "-H") -> tuple[Host, ...]:
     Raises:
         ConfigError: a name or a number is not valid, or a host is named twice.
     """
-    slots_by_name: dict[str, int] = {}
+    hosts: dict[str, Host] = {}
     for part in text.split(","):
-        name, colon, slots = part.partition(":")
-        if not _NAME.fullmatch(name) or (colon and not _SLOTS.fullmatch(slots)):
+        found = _HOST.fullmatch(part)
+        if found is None:
             raise ConfigError(f"{option} has {part!r}; valid is HOST:SLOTS, as in a:2,b:2")
-        if name in slots_by_name:
-            raise ConfigError(f"{option} has {name!r} twice; name each host once, with all its slots")
-        slots_by_name[name] = int(slots or 1)
-    return tuple(Host(name, slots) for name, slots in slots_by_name.items())
+        if found[1] in hosts:
+            raise ConfigError(f"{option} has {found[1]!r} twice; name each host once, with all its slots")
+        hosts[found[1]] = Host(found[1], int(found[2] or 1))
+    return tuple(hosts.values())
 
 
 def slots_of(hosts: Sequence[Host]) -> int:

@@ -1,4 +1,4 @@
-"""Start a job: a function for each launcher makes its command."""
+"""Start a job on its hosts with its launcher."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from pathlib import Path
 from trainer.cluster.environment import SECRET
 from trainer.cluster.launchers import STARTS
 from trainer.errors import ConfigError
-from trainer.ops.supervise.hosts import Host, names, slots_of
+from trainer.ops.supervise.hosts import SSH, Host, names, slots_of
 from trainer.ops.supervise.options import Options, Streams
-from trainer.ops.supervise.remote import SSH
 from trainer.watch.job_folder import JOB
 
 _PR_SET_PDEATHSIG = 1
@@ -54,26 +53,25 @@ class Start:
     """What it reads from its standard input, which then stays open; where it is empty, it gets our standard input."""
 
 
-def launch(options: Options, hosts: Sequence[Host], job: str, failed_rank: int) -> list[subprocess.Popen[bytes]]:
+def launch(options: Options, hosts: Sequence[Host], job: str) -> list[subprocess.Popen[bytes]]:
     """Start the job's command on all slots of these hosts.
 
-    Args:
-        failed_rank: descriptor of a file in which horovodrun over Gloo writes which rank failed first.
-
     Raises:
-        ConfigError: the launcher is not installed.
+        ConfigError: the launcher, or ssh, is not installed.
     """
     environment = {**environment_for(job), **options.environment}
     launcher = STARTS[options.launcher]
     if launcher.reaches_hosts:
-        own = launcher.starts[options.launcher]
-        starts = [Start((launcher.name, *own, "-np", str(slots_of(hosts)), "-H", names(hosts), *options.command))]
-        environment["HOROVOD_FAILED_RANK_FD"] = str(failed_rank)
+        of_launcher = launcher.starts[options.launcher]
+        ranks = ("-np", str(slots_of(hosts)), "-H", names(hosts))
+        starts = [Start((launcher.name, *of_launcher, *ranks, *options.command))]
     else:
         starts = torchrun(hosts, options.command, environment)
-    if shutil.which(starts[0].command[0], path=environment["PATH"]) is None:
-        raise ConfigError(f"{starts[0].command[0]} is not installed; the launcher torchrun comes with PyTorch")
-    return [_popen(start, environment, failed_rank, options.streams) for start in starts]
+    for start in starts:
+        if shutil.which(start.command[0], path=environment["PATH"]) is None:
+            other = "; the launcher torchrun comes with PyTorch" if launcher.reaches_hosts else ""
+            raise ConfigError(f"{start.command[0]} is not installed{other}")
+    return [_popen(start, environment, options.streams) for start in starts]
 
 
 def environment_for(job: str) -> dict[str, str]:
@@ -129,7 +127,7 @@ def through_ssh(host: Host, command: Sequence[str], environment: Mapping[str, st
     return Start((*SSH, host.name, "sh -s"), "\n".join([*exported, script]))
 
 
-def _popen(start: Start, environment: Mapping[str, str], failed_rank: int, streams: Streams) -> subprocess.Popen[bytes]:
+def _popen(start: Start, environment: Mapping[str, str], streams: Streams) -> subprocess.Popen[bytes]:
     parent = os.getpid()
 
     def end_with_parent() -> None:
@@ -144,7 +142,6 @@ def _popen(start: Start, environment: Mapping[str, str], failed_rank: int, strea
         stdin=subprocess.PIPE if start.script else streams[0],
         stdout=streams[1],
         stderr=streams[2],
-        pass_fds=[failed_rank],
     )
     if process.stdin is not None:
         with suppress(BrokenPipeError):

@@ -4,51 +4,48 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 from trainer.cluster import exit_codes
 from trainer.cluster.environment import HANG_TIMEOUT
+from trainer.cluster.launchers import STARTS
 from trainer.errors import ConfigError
 from trainer.ops.supervise.attempt import Running
 from trainer.ops.supervise.folder import Events, locked
 from trainer.ops.supervise.hosts import names, slots_of
 from trainer.ops.supervise.launchers import environment_for
 from trainer.ops.supervise.options import Options
-from trainer.ops.supervise.outcome import Attempt, Judgement, Times, hint
-from trainer.ops.supervise.policy import GiveUp, bad_hosts, choose_hosts, decide
+from trainer.ops.supervise.outcome import Attempt
+from trainer.ops.supervise.policy import GiveUpError, bad_hosts, choose_hosts, wait_s
 from trainer.ops.supervise.remote import Answer, on_all_hosts
 from trainer.ops.supervise.signals import Signals
-from trainer.ops.supervise.summary import facts_of, summarize
 
 _PROBE_S = 5.0
-_NOT_FOUND = 127
+_RECOVERY = ("detected", "ended", "started", "joined", "first update")
 
 
 def supervise(options: Options) -> int:
     """Run the job to its end; return the exit code.
 
     Raises:
-        ConfigError: another process supervises the job, or its launcher or ssh is not installed.
+        ConfigError: another process supervises the job, or its command, its launcher or ssh is not installed.
         TrainerError: its folder cannot be written.
     """
+    if shutil.which(options.command[0], path=environment_for("")["PATH"]) is None:
+        raise ConfigError(f"there is no command {options.command[0]!r}")
     if options.hang_timeout_s is not None:
         os.environ[HANG_TIMEOUT] = f"{options.hang_timeout_s:g}"  # which the ranks inherit
     job = uuid.uuid4().hex
-    with locked(options.folder, job) as former, Signals() as signals:
-        events = Events(options.folder / "events.jsonl")
-        path = environment_for("")["PATH"]
-        if shutil.which("ssh", path=path) is None and not all(host.is_here for host in options.hosts):
-            raise ConfigError(
-                f"-H names other hosts than this one, and there is no ssh to reach them: {names(options.hosts)}"
-            )
-        if shutil.which(options.command[0], path=path) is None:
-            events.say("end", f"there is no command {options.command[0]!r}", code=_NOT_FOUND)
-            return _NOT_FOUND
+    signals = Signals((signal.SIGTERM, signal.SIGUSR2), (signal.SIGINT, signal.SIGHUP))
+    with locked(options.folder, job) as former, signals:
         if former:
             on_all_hosts(options.hosts, former, "kill")
-        return Supervisor(options, signals, events, job).run()
+        return Supervisor(options, signals, Events(options.folder / "events.jsonl"), job).run()
 
 
 class Supervisor:
@@ -63,104 +60,98 @@ class Supervisor:
 
     def __init__(self, options: Options, signals: Signals, events: Events, job: str) -> None:
         self._options, self._signals, self._events, self._job = options, signals, events, job
-        self._attempts: list[Attempt] = []
-        self._hosts = choose_hosts(options.hosts, [host.name for host in options.hosts], (), options.ranks)
-
-    @property
-    def last_text(self) -> str:
-        """How the last attempt ended, and where to read more."""
-        judgement = self._attempts[-1].judgement
-        return "; ".join(filter(None, (judgement.text, hint(judgement, self._options.hosts))))
+        self._hosts = choose_hosts(options.hosts, (), options.np)
+        self.attempts: list[Attempt] = []
 
     def run(self) -> int:
         """Run the job to its end; return the exit code.
 
         Raises:
-            ConfigError: the launcher is not installed.
+            ConfigError: the launcher, or ssh, is not installed.
         """
         while True:
-            answers, judgement = self._attempt()
-            if judgement.is_last:
-                return self._end(judgement.text, self._code(judgement.code))
-            refusal = self._prepare_next(answers)
+            answers = self._attempt()
+            judgement = self.attempts[-1].judgement
+            if judgement.code is not None:
+                return self._end(judgement.text, judgement.code)
+            try:
+                self._choose(answers)
+                if seconds := wait_s(self.attempts, self._options.max_restarts, self._hosts):
+                    self._events.say("wait", f"no progress; waiting {seconds:.0f} s")
+                    self._sleep(seconds)
+            except GiveUpError as refusal:
+                return self._end(f"{refusal}; the last failure: {judgement.text}", 1)
             if self._signals.has_any:
-                return self._end("ended by a signal", self._code(exit_codes.PREEMPTED))
-            if refusal is not None:
-                if text := hint(judgement, self._options.hosts):
-                    self._events.say("hint", text)
-                return self._end(f"{refusal.text}; the last failure: {judgement.text}", refusal.code)
+                return self._end("ended by a signal", exit_codes.PREEMPTED)
 
-    def _code(self, code: int) -> int:
-        interrupted_by = self._signals.interrupted_by
-        return code if interrupted_by is None else 128 + interrupted_by
+    def _attempt(self) -> list[Answer]:
+        number = len(self.attempts) + 1
+        text = f"attempt {number}: {slots_of(self._hosts)} ranks on {names(self._hosts)}"
+        self._events.say("start", text, is_silent=number == 1, attempt=number)
+        attempt = Attempt(hosts=self._hosts, launcher=STARTS[self._options.launcher].name)
+        answers = Running(attempt, self._job, self._options, self._signals).run()
+        self.attempts.append(attempt)
+        verdict, text = attempt.judgement.verdict, attempt.judgement.text
+        recovery = recovery_of(*self.attempts[-2:]) if number > 1 else {}
+        said = f"attempt {number}: {text}" + (f"; recovery took {recovery['total']:.1f} s" if recovery else "")
+        facts: dict[str, Any] = {"ranks": slots_of(attempt.hosts), "hosts": names(attempt.hosts)}
+        self._events.say(verdict, said, attempt=number, **facts, updates=attempt.updates, recovery_s=recovery, end=text)
+        return answers
 
-    def _attempt(self) -> tuple[list[Answer], Judgement]:
-        number = len(self._attempts) + 1
-        place = f"{slots_of(self._hosts)} ranks on {names(self._hosts)}"
-        if number == 1:
-            self._events.note("start", attempt=number, text=place)
-        else:
-            self._events.say("start", f"attempt {number}: {place}", attempt=number)
-        attempt = Attempt(self._hosts, self._job, Times(time.monotonic()), time.time())
-        answers = Running(attempt, self._options, self._signals).run()
-        judgement = attempt.judgement
-        self._attempts.append(attempt)
-        self._events.say(
-            judgement.verdict, f"attempt {number}: {judgement.text}", attempt=number, updates=attempt.updates
-        )
-        return answers, judgement
+    def _choose(self, answers: Sequence[Answer]) -> None:
+        """Choose the hosts of the next attempt, and wait for hosts while they are too few.
 
-    def _prepare_next(self, answers: Sequence[Answer]) -> GiveUp | None:
-        """Choose the hosts of the next attempt, and wait until it may start; return why there is to be none, if so."""
-        refusal = self._choose(answers)
-        if refusal is not None:
-            return refusal
-        step = decide(self._attempts, self._options.max_restarts, self._hosts)
-        if isinstance(step, GiveUp):
-            return step
-        if step.wait_s:
-            self._events.say("wait", f"no progress; waiting {step.wait_s:.0f} s")
-            self._sleep(step.wait_s)
-        return None
-
-    def _choose(self, answers: Sequence[Answer]) -> GiveUp | None:
+        Raises:
+            GiveUpError: they stay too few.
+        """
         options = self._options
-        deadline = time.monotonic() + options.wait_for_hosts_s
-        waits = False
+        deadline, waits = time.monotonic() + options.wait_for_hosts_s, False
         while not self._signals.has_any:
-            well = [answer.host for answer in answers if answer.is_well]
-            hosts_well = [host for host in options.hosts if host.name in well]
-            bad = bad_hosts(self._attempts, hosts_well, options.min_ranks, time.monotonic())
-            chosen = choose_hosts(options.hosts, well, bad, options.ranks)
-            problems = [f"{answer.host} does not answer ({answer.problem})" for answer in answers if not answer.is_well]
+            lost = {answer.host: answer.problem for answer in answers if answer.problem}
+            well = [host for host in options.hosts if host.name not in lost]
+            bad = bad_hosts(self.attempts, well, options.min_np, time.monotonic())
+            chosen = choose_hosts(options.hosts, {*lost, *bad}, options.np)
+            problems = [f"{host} does not answer ({problem})" for host, problem in lost.items()]
             problems += [f"{name} is left out, because ranks fail there again and again" for name in bad]
-            if slots_of(chosen) >= options.min_ranks:
-                if problems and not {host.name for host in self._hosts} <= {host.name for host in chosen}:
+            if slots_of(chosen) >= options.min_np:
+                if not {host.name for host in self._hosts} <= {host.name for host in chosen}:
                     self._events.say("hosts", "; ".join(problems), hosts=names(chosen))
                 self._hosts = chosen
-                return None
-            text = f"{slots_of(chosen)} of at least {options.min_ranks} slots are left: {'; '.join(problems)}"
+                return
+            text = f"{slots_of(chosen)} of at least {options.min_np} slots are left: {'; '.join(problems)}"
             if time.monotonic() >= deadline:
-                return GiveUp(f"given up: {text}")
+                raise GiveUpError(f"given up: {text}")
             if not waits:
                 self._events.say("wait", f"{text}; waiting up to {options.wait_for_hosts_s:.0f} s for hosts")
                 waits = True
             self._sleep(min(_PROBE_S, deadline - time.monotonic()))
             answers = on_all_hosts(options.hosts, self._job, "kill")
-        return None
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._signals.has_any:
-            self._signals.wait(deadline - time.monotonic())
+            self._signals.tick()
 
     def _end(self, text: str, code: int) -> int:
-        if len(self._attempts) > 1:
-            self._events.say("summary", summarize(self._attempts), **facts_of(self._attempts))
-        else:
-            self._events.note("summary", **facts_of(self._attempts))
-            if text == self._attempts[-1].judgement.text:  # has been said
-                self._events.note("end", text=text, code=code)
-                return code
-        self._events.say("end", text, code=code)
+        if self._signals.interrupted_by is not None:
+            code = 128 + self._signals.interrupted_by
+        self._events.say("end", text, is_silent=text == self.attempts[-1].judgement.text, code=code)
         return code
+
+
+def recovery_of(before: Attempt, after: Attempt) -> dict[str, float]:
+    """Return the seconds from the last progress of an attempt to the first update of the next one, and their parts.
+
+    Empty where a moment between them is not known.
+    """
+    if (
+        before.detected_at is None
+        or before.ended_at is None
+        or after.joined_at is None
+        or after.first_update_at is None
+    ):
+        return {}
+    failure = (before.progress_at, before.detected_at, before.ended_at)
+    moments = (*failure, after.started_at, after.joined_at, after.first_update_at)
+    parts = [round(end - begin, 3) for begin, end in pairwise(moments)]
+    return {**dict(zip(_RECOVERY, parts, strict=True)), "total": round(sum(parts), 3)}
