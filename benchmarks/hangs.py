@@ -58,7 +58,7 @@ class Trial:
         if not self.verdicts:
             return []
         named = self.verdicts[0].partition(" did not come to ")[0].partition(" wait in different ")[0]
-        return [int(number) for number in re.findall(r"rank (\d+) on", named)]
+        return [int(number) for number in re.findall(r"\d+", named.partition(": ")[2].partition(" on ")[0])]
 
     @property
     def blamed(self) -> list[int]:

@@ -19,7 +19,7 @@ from trainer.ops.supervise.folder import Events, locked
 from trainer.ops.supervise.hosts import parse_hosts
 from trainer.report.run_record import _append, _checkpoints_of, _keep
 from trainer.untrusted import parse_json, read_file
-from trainer.watch.heartbeat import Heartbeat
+from trainer.watch.heartbeat import Heartbeat, Record
 from trainer.watch.job_folder import parse_verdict
 
 DEEP = "[" * 100_000
@@ -108,12 +108,11 @@ def test_slots_are_a_number_of_six_digits(text: str) -> None:
 
 
 def test_a_heartbeat_names_its_process() -> None:
-    heartbeat = Heartbeat(rank=1)
-    heartbeat.pid = 12
-    assert Heartbeat.from_bytes(bytes(heartbeat)) is not None
+    record = Record(rank=1, head=b"trainer-heartbeat 12\n")
+    assert Heartbeat.from_bytes(bytes(record)) is not None
     for head in (b"x", b"-1\n", b"0\n", b"1" * 20 + b"\n"):
-        heartbeat._head = b"trainer-heartbeat " + head
-        assert Heartbeat.from_bytes(bytes(heartbeat)) is None
+        record.head = b"trainer-heartbeat " + head
+        assert Heartbeat.from_bytes(bytes(record)) is None
 
 
 @pytest.mark.parametrize("kind", ["O", "f4,f4", "V0", "(9999,9999)f4", "float", ""])
