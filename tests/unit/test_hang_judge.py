@@ -95,6 +95,8 @@ def test_by_the_flight_recorder_a_rank_that_completed_a_collective_earlier_is_no
         waiting(1, "collective 61 of process group 0", is_recorded=True),
     ]
     assert judged(*views).culprits == ()
+    skips = waiting(2, "collective 61 of process group 0: nccl:barrier", is_recorded=True)
+    assert judged(*views, skips, waiting(3, views[1].what, is_recorded=True)).culprits == (2,)
     told = judged(*views[1:], absent(2, enqueued=60, completed=60))
     assert told.culprits == (2,)
     assert told.lines[0].endswith("rank 2 on a did not come to collective 61 of process group 0")

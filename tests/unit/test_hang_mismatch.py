@@ -120,16 +120,6 @@ def test_nothing_is_said_where_ranks_may_have_called_the_same(views: tuple[View,
     assert explained(*views) == ()
 
 
-def test_of_many_ranks_those_are_named_that_most_contradict() -> None:
-    views = [failed(1, rank=rank) for rank in range(40)]
-    views += [at(1, ("gradients", f"all_reduce {rank}"), rank=rank) for rank in range(40, 60)]
-    lines = explained(*views)
-    assert [int(line.split()[1]) for line in lines if line.startswith("rank 4") or line.startswith("rank 5")] == [
-        *range(40, 60)
-    ]
-    assert lines[-2].startswith("ranks 0, 1, 2")
-
-
 def test_a_rank_that_fails_later_is_at_the_same_place() -> None:
     """As the heartbeats say it: of two ranks in one collective, one has its error, and one still waits."""
     views = {}

@@ -79,7 +79,7 @@ def test_a_process_without_the_handler_takes_no_signal_that_would_end_it() -> No
         process.kill()
 
 
-def test_a_rank_is_seen_with_its_heartbeat_and_its_stacks() -> None:
+def test_a_rank_is_seen_with_its_heartbeat_and_its_stacks(capfd: pytest.CaptureFixture[str]) -> None:
     record = str(heartbeat.open_record(1))
     ranks, views = LocalRanks({1: record}), list[View]()
     with heartbeat.waits("broadcast"):
@@ -90,7 +90,8 @@ def test_a_rank_is_seen_with_its_heartbeat_and_its_stacks() -> None:
     assert (view.doing, view.what, view.rank) == (Doing.WAITS, "broadcast", 1)
     assert any("test_a_rank_is_seen" in line for line in view.frames)
     # The heartbeat of another rank, as where a number of a descriptor has been used again.
-    assert list(LocalRanks({5: record}).problems) == [5]
+    assert LocalRanks({5: record}).running == []
+    assert "hangs are not watched for on rank 5: its heartbeat is another process's" in capfd.readouterr().err
     heartbeat._forget()
 
 

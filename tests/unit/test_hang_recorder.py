@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +16,10 @@ import torch
 from trainer.watch import heartbeat
 from trainer.watch import recorder as recorder_module
 from trainer.watch.heartbeat import SIZE, Heartbeat
-from trainer.watch.recorder import counted, find_recorder, follow
+from trainer.watch.recorder import counted, find_recorder, follow, named
 
 # Of rank 0 of two over Gloo (PyTorch 2.14.1), which has begun all_reduce 6 and broadcast 7, and rank 1 has not.
-SAMPLE: dict[str, Any] = {
-    "pg_status": {
-        "0": {"last_completed_collective": "5", "last_enqueued_collective": "7", "last_started_collective": "-1"}
-    }
-}
+SAMPLE: dict[str, Any] = json.loads(Path(__file__).with_name("flight_recorder.json").read_text())
 
 
 @pytest.fixture
@@ -63,13 +61,39 @@ def test_the_first_collective_that_is_not_completed_is_found(
     assert tuple(counted({"pg_status": status}).values()) == found
 
 
-def test_what_the_recorder_says_is_noted_again_and_again(record: int) -> None:
+@pytest.mark.parametrize(
+    ("facts", "name"),
+    [
+        ({}, ": gloo:all_reduce of 7 elements"),
+        ({"input_sizes": [[2, 3], [5]]}, ": gloo:all_reduce of 11 elements"),
+        ({"profiling_name": "nccl:all_to_all"}, ": nccl:all_to_all"),  # ranks' lengths may differ
+        ({"pg_id": 1}, ""),
+        ({"is_p2p": True}, ""),
+    ],
+)
+def test_the_pending_collective_is_named(facts: dict[str, Any], name: str) -> None:
+    trace = copy.deepcopy(SAMPLE)
+    trace["entries"][2].update(facts)
+    pending = counted(trace)["pending"]
+    assert named(trace, pending) == f"collective 6 of process group 0{name}"
+
+
+def test_the_entries_are_read_once_nothing_has_changed_for_a_while(record: int) -> None:
+    asked = list[bool]()
+
+    def recorder(with_entries: bool) -> bytes:
+        asked.append(with_entries)
+        return json.dumps(SAMPLE if with_entries else {"pg_status": SAMPLE["pg_status"]}).encode()
+
     before = time.monotonic()
-    follow(lambda with_entries: json.dumps(SAMPLE).encode(), is_root=True)
-    while noted(record).read_at < before + 0.05:
+    follow(recorder, is_root=True)
+    while noted(record).read_at < before + 0.3:
         assert time.monotonic() < before + 5.0
     read = noted(record)
-    assert (read.enqueued, read.completed, read.pending) == (7, 5, "collective 6 of process group 0")
+    assert (read.enqueued, read.completed) == (7, 5)
+    assert read.pending == "collective 6 of process group 0: gloo:all_reduce of 7 elements"
+    assert asked[:10] == [*[False] * 9, True]
+    assert asked.count(True) == 1
 
 
 @pytest.mark.parametrize(("is_root", "lines"), [(True, 1), (False, 0)])

@@ -133,8 +133,8 @@ class Heartbeat:
     """By the monotonic clock; 0 without a recorder. Gets old while a thread holds the interpreter's lock."""
     enqueued: int = 0
     completed: int = 0
-    pending: str = _text(48)
-    """The first that is not completed, such as "collective 7 of process group 0"; empty where none is known."""
+    pending: str = _text(96)
+    """The first that is not completed: "collective 7 of process group 0: nccl:broadcast"; empty where none is known."""
 
     @property
     def has_ended(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import json
+import math
 import os
 import threading
 import time
@@ -22,6 +23,10 @@ from trainer.cluster.output import warn
 from trainer.watch.heartbeat import note
 
 _READ_S = 0.25
+_SETTLED = 8
+"""After so many equal readings the entries are read: 2,000 take 40 ms of the interpreter's lock, and counts 10 µs."""
+_SAME_LENGTH = (":all_reduce", ":broadcast", ":reduce", ":_all_gather_base", ":_reduce_scatter_base")
+"""Ends of the names of collectives in which the tensors of all ranks have the same length."""
 _ENDED_S = 1.0
 
 Recorder = Callable[[bool], bytes]
@@ -59,6 +64,21 @@ def counted(trace: Any) -> dict[str, Any]:
     return {"enqueued": enqueued, "completed": completed, "pending": pending}
 
 
+def named(trace: Any, pending: str) -> str:
+    """Return the pending collective with its name and length, by which ranks may differ.
+
+    Raises:
+        LookupError, TypeError, ValueError: the recorder has another format.
+    """
+    for entry in trace["entries"]:
+        number = f"collective {entry['collective_seq_id']} of process group {entry['pg_id']}"
+        if number == pending and not entry["is_p2p"]:
+            elements = sum(math.prod(map(int, shape)) for shape in entry["input_sizes"])
+            name = str(entry["profiling_name"])
+            return f"{number}: {name}{f' of {elements:,} elements' if name.endswith(_SAME_LENGTH) else ''}"
+    return pending
+
+
 def follow(recorder: Recorder, *, is_root: bool) -> None:
     """Read the recorder from now on, four times a second, until this process ends."""
     reader = threading.Thread(target=_follow, args=(recorder, is_root), name="trainer-recorder", daemon=True)
@@ -67,10 +87,17 @@ def follow(recorder: Recorder, *, is_root: bool) -> None:
 
 
 def _follow(recorder: Recorder, is_root: bool) -> None:
+    before, equal = {}, 0
     try:
         while not _has_ended.wait(_READ_S):
             now = time.monotonic()  # before the reading: what was read is at least as new
-            note(**counted(json.loads(recorder(False))), read_at=now)
+            counts = counted(json.loads(recorder(False)))
+            before, equal = counts, equal + 1 if counts == before else 0
+            if equal == 0:
+                note(**counts)
+            elif equal == _SETTLED and counts["pending"]:
+                note(pending=named(json.loads(recorder(True)), counts["pending"]))
+            note(read_at=now)
     except Exception as error:  # another format, say; the watch goes on without it
         note(read_at=0.0)
         if is_root:

@@ -45,7 +45,7 @@ _NUMBERS = (
     (
         "--hang-timeout",
         "hang_timeout_s",
-        "say which rank the others wait for, and restart, after S seconds; 0: never (measured, at least 30)",
+        "say which rank the others wait for, and restart, after S seconds; 0: never (540)",
     ),
     ("--wait-for-hosts", "wait_for_hosts_s", "with too few hosts, wait S seconds for one to come back (%(default).0f)"),
 )

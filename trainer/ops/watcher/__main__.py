@@ -23,8 +23,6 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     settings = Settings(**json.loads(sys.argv[1]))
     ranks = LocalRanks({int(rank): path for rank, path in settings.records.items()})
-    for rank, problem in list(ranks.problems.items())[:1]:
-        warn(f"hangs are not watched for on rank {rank}: {problem}")
     try:
         _watch(Watcher(settings, ranks), ranks)
     except Exception as error:  # a job does not end because nobody watches it

@@ -119,18 +119,20 @@ def _waiting_and_absent(host: Host) -> tuple[dict[int, View], dict[int, View]]:
 def _minority(waiting: Mapping[int, View]) -> dict[int, View]:
     """Return the ranks that wait in another collective than most; in a tie, all ranks.
 
-    By the flight recorder none does: one with a larger number has only completed the others' collective earlier.
+    By the flight recorder, ranks are compared that wait for the same number of a process group: one with a larger
+    number has called the others' collective too, and has only completed it earlier.
     """
-    if any(view.is_recorded for view in waiting.values()):
-        return {}
-    groups = sorted(_grouped(_collective, waiting).values(), key=len)
-    is_tie = len(groups) > 1 and len(groups[-1]) == len(groups[-2])
-    return {rank: view for rank, view in waiting.items() if is_tie or rank not in groups[-1]}
+    minority = set[int]()
+    for ranks in _grouped(lambda view: view.is_recorded and view.what.partition(":")[0], waiting).values():
+        groups = sorted(_grouped(_collective, {rank: waiting[rank] for rank in ranks}).values(), key=len)
+        is_tie = len(groups) > 1 and len(groups[-1]) == len(groups[-2])
+        minority |= {rank for rank in ranks if is_tie or rank not in groups[-1]}
+    return {rank: view for rank, view in waiting.items() if rank in minority}
 
 
 def _collective(view: View) -> tuple[object, ...]:
-    """Return what is equal for ranks that wait in the same collective."""
-    return (view.what, view.elements, view.collectives, view.steps)
+    """Return what is equal for ranks that wait in the same collective; by the recorder the program may be ahead."""
+    return (view.what,) if view.is_recorded else (view.what, view.elements, view.collectives, view.steps)
 
 
 def _shown(frames: Sequence[str]) -> list[str]:

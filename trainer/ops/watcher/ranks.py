@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from trainer.cluster.output import warn
 from trainer.cluster.processes import GONE, look
 from trainer.ops.watcher.job import Doing, View
 from trainer.watch.heartbeat import SIGNAL, SIZE, State
@@ -143,13 +144,11 @@ class LocalRanks:
 
     def __init__(self, records: Mapping[int, str]) -> None:
         self.by_rank: dict[int, LocalRank] = {}
-        self.problems: dict[int, str] = {}
-        """Why a rank cannot be looked at."""
         for rank, record in records.items():
             try:
                 self.by_rank[rank] = LocalRank(rank, record)
             except (OSError, ValueError) as error:
-                self.problems[rank] = getattr(error, "strerror", "") or str(error)
+                warn(f"hangs are not watched for on rank {rank}: {getattr(error, 'strerror', '') or error}")
 
     @property
     def running(self) -> list[int]:
