@@ -46,11 +46,6 @@ class Slow(torch.utils.data.Dataset[Any]):
         return torch.randn(4), torch.tensor(index % 2)
 
 
-def spin() -> None:
-    """Take all of a processor in one call of C, which keeps the interpreter's lock."""
-    sum(range(10**12))
-
-
 def step_in_backward() -> torch.Tensor:
     """Return a loss whose backward pass does not return."""
 
@@ -66,15 +61,6 @@ def step_in_backward() -> torch.Tensor:
             return gradient
 
     return Stuck.apply(torch.ones((), requires_grad=True))  # type: ignore[no-any-return]
-
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def cut_off() -> None:
-    """Take the network from this host, as the trial's command does it."""
-    subprocess.run(os.environ["CUT_OFF"], shell=True, check=True)  # noqa: S602 (the trial's own)
 
 
 def value_of(run: trainer.Run, length: int = 10) -> None:
@@ -125,13 +111,13 @@ def make_fault(fault: str, run: trainer.Run, value: Callable[..., None]) -> None
     if fault in SLEEPS_S:
         time.sleep(SLEEPS_S[fault])
     elif fault == "spins":
-        spin()
+        sum(range(10**12))  # one call of C, which keeps the interpreter's lock
     elif fault == "stopped":
-        stop()
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "one-too-many":
         value(run)
     elif fault == "cut-off":
-        cut_off()
+        subprocess.run(os.environ["CUT_OFF"], shell=True, check=True)  # noqa: S602 (the trial's own)
     elif fault == "exits":
         sys.exit(0)
     elif fault == "collective-alone":
@@ -148,7 +134,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--hang-timeout", type=float)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--values", type=int, default=1, help="all-reduces of the loop's own in each step")
     parser.add_argument("--as-over-nccl", action="store_true", help="these return before they are done")
     return parser.parse_args()
 
@@ -169,7 +154,7 @@ def main() -> None:
         run.backward(loss + 0 * step_in_backward() if is_now and args.fault == "backward" else loss)
         if is_now:
             make_fault(args.fault, run, value)
-        elif args.values:
+        else:
             value(run)
         optimizer.step()
         loss.item()  # where a rank waits for its GPU, as in most loops

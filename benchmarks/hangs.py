@@ -58,7 +58,7 @@ class Trial:
         if not self.verdicts:
             return []
         named = self.verdicts[0].partition(" did not come to ")[0].partition(" wait in different ")[0]
-        return [int(number) for number in re.findall(r"rank (\d+) on", named)]
+        return [int(number) for number in re.findall(r"\d+", named.partition(": ")[2].partition(" on ")[0])]
 
     @property
     def blamed(self) -> list[int]:
@@ -76,17 +76,7 @@ class Trial:
             return f"{self.seconds:.0f} s{right}" if self.seconds is not None else "verdict"
         if self.code is None:
             return "**hangs**"
-        return f"error: {self.error}" if self.code else "ends well"
-
-    @property
-    def error(self) -> str:
-        """The line with which the job has failed."""
-        patterns = (
-            r"trainer: rank \d+ on host \S+: (.*)", r"trainer: (?:the parameter server.*)", r"what\(\): *(.*)",
-            r"terminate called after throwing an instance of '(.*)'", r"(MPI_ERR\w+.*)", r"(\w+Error: .*)",
-        )  # fmt: skip
-        found = (re.search(pattern, self.output) for pattern in patterns)
-        return next((match[match.lastindex or 0][:80] for match in found if match), f"exit code {self.code}")
+        return f"exit code {self.code}" if self.code else "ends well"
 
 
 def run_trial(

@@ -149,7 +149,7 @@ class RunConfig(_Checked):
     device: Annotated[str, DEVICES] = "auto"
     """auto takes the GPU with this process's local rank if the host has it, else the CPU."""
     hang_timeout_s: Annotated[float | None, _FROM_0] = None
-    """Seconds without progress that are a hang; 0 watches for none, None measures it. TRAINER_HANG_TIMEOUT is first."""
+    """Seconds without progress that are a hang; 0 watches for none, None means 540. TRAINER_HANG_TIMEOUT is first."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     """Options of strategy "fsdp"."""
 

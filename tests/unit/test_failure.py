@@ -230,7 +230,7 @@ def test_a_rank_that_fails_in_a_collective_lets_the_watcher_say_why(
     ending: Ending, request: pytest.FixtureRequest
 ) -> None:
     heartbeat.open_record(1)
-    request.addfinalizer(heartbeat.close_record)
+    request.addfinalizer(heartbeat._forget)
     error = RuntimeError("CUDA out of memory")
     assert ending.of(error, rank=1) == 1
     assert ending.slept == []
@@ -262,7 +262,7 @@ def test_an_error_of_the_transport_in_a_backward_pass_is_noted_as_a_collectives(
 ) -> None:
     noted = heartbeat.open_record(1)
     assert noted is not None
-    request.addfinalizer(heartbeat.close_record)
+    request.addfinalizer(heartbeat._forget)
     error = RuntimeError(text)
     assert ending.of(error, rank=1, trace=innermost(path, error)) == 1
     record = Heartbeat.from_bytes(noted.read_bytes())

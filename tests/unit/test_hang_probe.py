@@ -1,91 +1,203 @@
-"""A look at a process from outside, and the conclusions from its stacks."""
+"""A look at a rank from outside: its heartbeat, its process, its stacks, what they tell, and its end."""
 
 from __future__ import annotations
 
-import faulthandler
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import trainer
-from trainer.cluster.processes import children_cpu_s, look
-from trainer.ops.watcher.job import WORKS, Settings, View
-from trainer.ops.watcher.judge import Verdict
-from trainer.ops.watcher.ranks import LocalRank, LocalRanks, excuse_of, read_stacks, takes_signal, wait_for_stacks
-from trainer.ops.watcher.watcher import Watcher
+from trainer.cluster.processes import GONE, Process
+from trainer.ops.watcher import ranks as ranks_module
+from trainer.ops.watcher.job import Doing, View
+from trainer.ops.watcher.ranks import LocalRank, LocalRanks, takes_signal
 from trainer.watch import heartbeat
-from trainer.watch.heartbeat import SIGNAL, State
-from trainer.watch.job_folder import JobVerdict, parse_verdict, remove_verdict, write_verdict
+from trainer.watch.heartbeat import State, note
 from trainer.watch.stack import Frame, collective_of, main_frames, place_of
 
-# Computes in C and never lets go of the interpreter's lock.
-SPINS = "import faulthandler, os, sys; f = os.memfd_create('s'); faulthandler.register(int(sys.argv[1]), file=f)\n"
-SPINS += "def spin():\n    sum(range(10 ** 12))\nprint(f, flush=True)\nspin()\n"
-# Joins as rank 0 of a job, and sleeps.
-JOINS = """
-import time
-from trainer.watch import heartbeat
-heartbeat.report_join(0)
-print(heartbeat.open_record(0), flush=True)
-time.sleep(60)
-"""
 SITE = "/usr/lib/python3.11/site-packages"
+# A rank that computes in C and never lets go of the interpreter's lock, or sleeps whatever signal comes.
+RANK = """
+import signal, sys, time
+from trainer.watch import heartbeat
+def spin():
+    sum(range(10 ** 12))
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(heartbeat.open_record(0), flush=True)
+spin() if sys.argv[1] == "spins" else time.sleep(60)
+"""
 
 
-def frame(path: str, name: str = "call") -> Frame:
-    return Frame(path, 1, name)
-
-
-@pytest.fixture
-def spinning() -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A process that holds the lock, and its file of stacks."""
-    command = [sys.executable, "-S", "-c", SPINS, str(int(SIGNAL))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+@pytest.fixture(params=["spins", "sleeps"])
+def rank(request: pytest.FixtureRequest) -> Iterator[LocalRanks]:
+    with subprocess.Popen([sys.executable, "-c", RANK, request.param], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        number = process.stdout.readline().strip()
-        yield process, Path(f"/proc/{process.pid}/fd/{number}")
+        yield LocalRanks({0: process.stdout.readline().decode().strip()})
         process.kill()
 
 
-def test_a_process_that_holds_the_interpreters_lock_tells_its_stack(
-    spinning: tuple[subprocess.Popen[str], Path],
-) -> None:
-    process, path = spinning
-    with path.open("rb") as file:
-        deadline, stacks = time.monotonic() + 10, ""
-        while "in spin\n" not in stacks and time.monotonic() < deadline:  # it has just begun
-            before = os.fstat(file.fileno()).st_size
-            assert takes_signal(process.pid)
-            process.send_signal(SIGNAL)
-            wait_for_stacks({file.fileno(): before})
-            stacks = read_stacks(file.fileno(), before)
-        assert "in spin\n" in stacks
-    assert look(process.pid).cpu_s > 0
-
-
-def test_a_process_that_is_stopped_or_gone_is_told(spinning: tuple[subprocess.Popen[str], Path]) -> None:
-    process, _ = spinning
-    os.kill(process.pid, 19)
+def wait_for(ranks: LocalRanks, doing: Doing) -> None:
     deadline = time.monotonic() + 5
-    while look(process.pid).state != "T" and time.monotonic() < deadline:
+    while ranks.views()[0].doing is not doing and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert look(process.pid).state == "T"
-    process.kill()
-    process.wait()
-    assert look(process.pid).state == "X"
+    assert ranks.views()[0].doing is doing
+
+
+@pytest.mark.parametrize("rank", ["spins"], indirect=True)
+def test_a_process_that_holds_the_interpreters_lock_tells_its_stack_and_one_that_is_stopped_none(
+    rank: LocalRanks,
+) -> None:
+    deadline, frames = time.monotonic() + 10, list[str]()
+    while not any("in spin" in line for line in frames) and time.monotonic() < deadline:  # it has just begun
+        view = rank.views_with_stacks()[0]
+        frames = list(view.frames)
+    assert (view.doing, view.at) == (Doing.RUNS, "<string>:5")
+    rank.by_rank[0].signal(signal.SIGSTOP)
+    wait_for(rank, Doing.STOPPED)
+    assert rank.views_with_stacks()[0].stacks == ""
+    rank.by_rank[0].signal(signal.SIGKILL)
+    wait_for(rank, Doing.GONE)
+    assert rank.running == []
+
+
+@pytest.mark.parametrize("rank", ["sleeps"], indirect=True)
+def test_who_ignores_the_first_signal_is_killed(rank: LocalRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "_TERMINATED_S", 0.1)
+    rank.end()
+    wait_for(rank, Doing.GONE)
 
 
 def test_a_process_without_the_handler_takes_no_signal_that_would_end_it() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         assert not takes_signal(process.pid)
         process.kill()
+
+
+def test_a_rank_is_seen_with_its_heartbeat_and_its_stacks(capfd: pytest.CaptureFixture[str]) -> None:
+    record = str(heartbeat.open_record(1))
+    ranks, views = LocalRanks({1: record}), list[View]()
+    with heartbeat.waits("broadcast"):
+        thread = threading.Thread(target=lambda: views.extend(ranks.views_with_stacks().values()))
+        thread.start()
+        thread.join()
+    (view,) = views
+    assert (view.doing, view.what, view.rank) == (Doing.WAITS, "broadcast", 1)
+    assert any("test_a_rank_is_seen" in line for line in view.frames)
+    # The heartbeat of another rank, as where a number of a descriptor has been used again.
+    assert LocalRanks({5: record}).running == []
+    assert "hangs are not watched for on rank 5: its heartbeat is another process's" in capfd.readouterr().err
+    heartbeat._forget()
+
+
+class Looked:
+    """This process as rank 0, whose process and stack are given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank = LocalRank(0, str(heartbeat.open_record(0)))
+        self.process, self.frames, self.now, self.threads = Process("S", 0.0), list[Frame](), 100.0, set[int]()
+        monkeypatch.setattr(ranks_module, "look", self._look)
+        monkeypatch.setattr(ranks_module, "main_frames", lambda *_: self.frames)
+        monkeypatch.setattr(ranks_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def _look(self, pid: int, thread: int) -> Process:
+        self.threads.add(thread)
+        return self.process
+
+    def view(self, state: str = "S", cpu_s: float = 0.0) -> View:
+        self.rank.ask()
+        self.now, self.process = self.now + 1.0, Process(state, cpu_s)
+        return self.rank.with_stacks()
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looked]:
+    yield Looked(monkeypatch)
+    heartbeat._forget()
+
+
+@pytest.mark.parametrize(
+    ("process", "state", "is_at_end", "doing"),
+    [
+        ("S", State.BETWEEN, False, Doing.RUNS),
+        ("R", State.LOADER, False, Doing.LOADS),
+        ("S", State.WAITING, False, Doing.WAITS),
+        ("S", State.FAILED, False, Doing.FAILED),
+        ("T", State.WAITING, False, Doing.STOPPED),
+        ("t", State.WAITING, False, Doing.DEBUGS),
+        (GONE, State.BETWEEN, False, Doing.GONE),
+        (GONE, State.BETWEEN, True, Doing.ENDED),
+        ("S", State.BETWEEN, True, Doing.ENDED),
+        ("S", State.WAITING, True, Doing.WAITS),  # as it closes its strategy
+    ],
+)
+def test_what_a_rank_does_follows_from_its_process_and_its_heartbeat(
+    looked: Looked, process: str, state: int, is_at_end: bool, doing: Doing
+) -> None:
+    note(state=state, is_at_end=is_at_end)
+    assert looked.view(process).doing is doing
+    assert looked.threads == {threading.get_native_id()}
+
+
+def frame(path: str, name: str = "call") -> Frame:
+    return Frame(path, 1, name)
+
+
+@pytest.mark.parametrize(
+    ("path", "doing"),
+    [
+        ("/home/me/train.py", Doing.RUNS),
+        ("/usr/lib/python3.11/pdb.py", Doing.DEBUGS),
+        (f"{SITE}/debugpy/server/api.py", Doing.DEBUGS),
+        ("/home/me/my_pdb.py", Doing.RUNS),
+        (f"{SITE}/torch/distributed/distributed_c10d.py", Doing.WAITS),
+    ],
+)
+def test_a_debugger_and_a_collective_without_a_mark_are_recognized(looked: Looked, path: str, doing: Doing) -> None:
+    looked.frames = [frame(path)]
+    assert looked.view().doing is doing
+
+
+@pytest.mark.parametrize(("cpu_s", "doing"), [(0.0, Doing.WAITS), (0.9, Doing.RUNS)])
+def test_a_rank_in_a_backward_pass_waits_unless_it_computes(looked: Looked, cpu_s: float, doing: Doing) -> None:
+    looked.frames = [frame(f"{SITE}/torch/autograd/graph.py")]
+    assert looked.view(cpu_s=cpu_s).doing is doing
+
+
+PENDING = {"enqueued": 7, "completed": 5, "pending": "collective 6 of process group 0"}
+
+
+@pytest.mark.parametrize("state", [State.BETWEEN, State.LOADER, State.WAITING])
+def test_a_rank_whose_collective_is_not_completed_waits_in_it(looked: Looked, state: int) -> None:
+    note(**PENDING, read_at=looked.now, state=state, what="something")
+    view = looked.view()
+    assert (view.doing, view.what, view.is_recorded) == (Doing.WAITS, PENDING["pending"], True)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"read_at": 97.0},  # since then another thread may hold the interpreter's lock
+        {"pending": "", "completed": 7},
+        {"state": State.FAILED},
+    ],
+)
+def test_what_is_old_or_completed_makes_nobody_wait(looked: Looked, facts: dict[str, object]) -> None:
+    note(**{**PENDING, "read_at": looked.now, **facts})
+    assert looked.view().doing in (Doing.RUNS, Doing.FAILED)
+
+
+def test_in_a_backward_pass_nobody_waits_for_others_where_all_collectives_are_completed(looked: Looked) -> None:
+    looked.frames = [frame(f"{SITE}/torch/autograd/graph.py")]
+    note(enqueued=7, completed=7, read_at=looked.now)
+    assert looked.view().doing is Doing.RUNS
+    note(read_at=0.0)
+    assert looked.view().what == "gradients"  # as without a recorder
 
 
 def test_the_main_threads_frames_are_found_without_those_that_only_note() -> None:
@@ -98,57 +210,17 @@ Current thread 0x00007f00000000a2 (most recent call first):
 """
     assert main_frames(stacks, 0x7F00000000A2) == [Frame("/home/me/train.py", 12, "load")]
     assert main_frames(stacks, 0x7F00000000A3) == []
-    assert str(Frame("/home/me/train.py", 12, "load")) == 'File "/home/me/train.py", line 12, in load'
-
-
-@pytest.mark.parametrize(
-    ("path", "excuse"),
-    [
-        (f"{SITE}/torch/_inductor/async_compile.py", "compiles"),
-        (f"{SITE}/torch/_dynamo/convert_frame.py", "compiles"),
-        # A compiled model that runs.
-        (f"{SITE}/torch/_dynamo/eval_frame.py", ""),
-        (f"{SITE}/torch/_inductor/output_code.py", ""),
-        (f"{SITE}/torch/_functorch/_aot_autograd/runtime_wrappers.py", ""),
-        (f"{SITE}/torch/serialization.py", WORKS),
-        (f"{SITE}/torch/distributed/checkpoint/filesystem.py", WORKS),
-        ("/home/me/serialization.py", ""),
-        ("/usr/lib/python3.11/pdb.py", "debugger"),
-        (f"{SITE}/debugpy/server/api.py", "debugger"),
-        ("/home/me/my_pdb.py", ""),
-    ],
-)
-def test_a_compiler_a_debugger_and_a_file_are_recognized(path: str, excuse: str) -> None:
-    frames = [frame("/usr/lib/python3.11/subprocess.py"), frame(path)]
-    assert excuse_of(frames, frames) == excuse
-
-
-def test_it_may_be_another_thread_that_compiles_but_none_that_saves() -> None:
-    elsewhere = [frame(f"{SITE}/torch/_inductor/compile_fx.py"), frame(f"{SITE}/torch/serialization.py")]
-    assert excuse_of([], elsewhere) == "compiles"
-    assert excuse_of([], elsewhere[1:]) == ""
-
-
-def test_collectives_that_no_mark_tells_of_are_recognized() -> None:
-    backward = frame(f"{SITE}/torch/autograd/graph.py")
-    assert collective_of([backward]) == "gradients"
-    assert collective_of([frame("/home/me/train.py"), backward]) == ""
-    assert collective_of([frame(f"{SITE}/torch/nn/parallel/distributed.py")]) == "gradients"
-    # These compute and write, whatever they wait for in between.
-    assert collective_of([frame(f"{SITE}/torch/distributed/checkpoint/filesystem.py")]) == ""
-    assert collective_of([frame(f"{SITE}/torch/distributed/tensor/_dispatch.py")]) == ""
-    assert collective_of([]) == ""
 
 
 C10D, LOGGER = "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py"
 FULLY_SHARD, MPI_OPS = "torch/distributed/fsdp/_fully_shard/_fsdp_state.py", "horovod/torch/mpi_ops.py"
 DDP, FUNCTION, BACKWARD = "torch/nn/parallel/distributed.py", "torch/autograd/function.py", "torch/autograd/graph.py"
-FUNCTIONS = "torch/nn/modules/_functions.py"
 
 
 @pytest.mark.parametrize(
     ("calls", "what"),
     [
+        ([(BACKWARD, "x")], "gradients"),
         ([(C10D, "barrier"), (LOGGER, "wrapper")], "torch.distributed.barrier"),
         (
             [(C10D, "all_gather"), (LOGGER, "wrapper"), (C10D, "all_gather_object"), (LOGGER, "wrapper")],
@@ -166,8 +238,11 @@ FUNCTIONS = "torch/nn/modules/_functions.py"
             [(MPI_OPS, "synchronize"), (MPI_OPS, "forward"), (FUNCTION, "apply"), (MPI_OPS, "allreduce")],
             "horovod.torch.allreduce",
         ),
-        ([(C10D, "all_gather"), (LOGGER, "wrapper"), (FUNCTIONS, "forward")], "SyncBatchNorm's forward pass"),
-        ([(MPI_OPS, "synchronize"), ("horovod/torch/sync_batch_norm.py", "backward")], "SyncBatchNorm's backward pass"),
+        # These compute and write, whatever they wait for in between.
+        ([("../../train.py", "train"), (BACKWARD, "x")], ""),
+        ([("torch/distributed/checkpoint/filesystem.py", "write")], ""),
+        ([("torch/distributed/tensor/_dispatch.py", "dispatch")], ""),
+        ([], ""),
     ],
 )
 def test_a_collective_has_the_name_of_what_the_user_has_called(calls: list[tuple[str, str]], what: str) -> None:
@@ -176,117 +251,6 @@ def test_a_collective_has_the_name_of_what_the_user_has_called(calls: list[tuple
 
 
 def test_the_place_of_a_rank_is_the_innermost_line_of_the_users_own() -> None:
-    library = trainer.__file__
-    theirs = [frame(f"{SITE}/torch/x.py"), frame(library), frame("/usr/lib/python3.11/threading.py")]
-    assert place_of([*theirs, Frame("/home/me/trainer/model.py", 31, "forward"), frame("/home/me/train.py")]) == (
-        "model.py:31"
-    )
-    assert place_of(theirs) == ""
-
-
-@pytest.mark.parametrize("computes", [True, False])
-def test_children_that_compute_are_seen(computes: bool) -> None:
-    loop = "import time\nprint(flush=True)\nwhile True: " + ("pass" if computes else "time.sleep(1)")
-    with subprocess.Popen([sys.executable, "-S", "-c", loop], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        try:
-            before = children_cpu_s(os.getpid())
-            time.sleep(0.5)
-            assert (children_cpu_s(os.getpid()) - before > 0.04) is computes
-        finally:
-            child.kill()
-
-
-@pytest.fixture
-def own_rank() -> Iterator[LocalRank]:
-    """This process as rank 0."""
-    yield LocalRank(0, str(heartbeat.open_record(0)))
-    heartbeat.close_record()
-
-
-@pytest.mark.parametrize(
-    ("path", "phase", "seen"),
-    [
-        ("/home/me/train.py", "training", (State.BETWEEN, "")),
-        ("/home/me/train.py", "saving", (State.BETWEEN, WORKS)),
-        (f"{SITE}/torch/serialization.py", "training", (State.BETWEEN, WORKS)),
-        (f"{SITE}/torch/_inductor/async_compile.py", "training", (State.BETWEEN, "compiles")),
-        ("/usr/lib/python3.11/pdb.py", "saving", (State.BETWEEN, "debugger")),
-        (f"{SITE}/torch/distributed/distributed_c10d.py", "saving", (State.WAITING, "")),
-    ],
-)
-def test_what_a_stack_excuses(
-    own_rank: LocalRank, monkeypatch: pytest.MonkeyPatch, path: str, phase: str, seen: tuple[int, str]
-) -> None:
-    stacks = f'Thread 0x{threading.get_ident():016x} (most recent call first):\n  File "{path}", line 1 in call\n'
-    monkeypatch.setattr("trainer.ops.watcher.ranks.read_stacks", lambda *_: stacks)
-    heartbeat.report_phase(phase)
-    view = own_rank.with_stacks(0, children_work=False)
-    assert (view.state, view.excuse) == seen
-
-
-@pytest.mark.parametrize("share", [0.05, 0.5])
-def test_a_rank_whose_loader_computes_is_at_work(
-    own_rank: LocalRank, monkeypatch: pytest.MonkeyPatch, share: float
-) -> None:
-    began = time.monotonic()
-    monkeypatch.setattr("trainer.ops.watcher.ranks.children_cpu_s", lambda _: share * (time.monotonic() - began))
-    ranks = LocalRanks({})
-    ranks.by_rank[0] = own_rank
-    monkeypatch.setattr("trainer.ops.watcher.ranks.wait_for_stacks", lambda _: time.sleep(0.3))
-    monkeypatch.setattr(own_rank, "ask", lambda: 0)
-    assert ranks.views_with_stacks()[0].excuse == (WORKS if share > 0.1 else "")
-
-
-@pytest.mark.parametrize("cpu", [0.0, 0.98])
-def test_a_rank_in_a_backward_pass_waits_unless_it_computes(
-    own_rank: LocalRank, monkeypatch: pytest.MonkeyPatch, cpu: float
-) -> None:
-    frames = [frame(f"{SITE}/torch/autograd/graph.py")]
-    monkeypatch.setattr("trainer.ops.watcher.ranks.main_frames", lambda *_: frames)
-    own_rank.view()
-    own_rank._cpu = cpu
-    view = own_rank.with_stacks(0, children_work=False)
-    assert (view.what, view.excuse) == (("gradients", "") if cpu == 0.0 else ("", WORKS))
-
-
-def test_ranks_are_ended_and_why_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TRAINER_JOB", "abc")
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    with subprocess.Popen([sys.executable, "-c", JOINS], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        ranks = LocalRanks({0: process.stdout.readline().decode().strip()})
-        watcher = Watcher(Settings("a", 1, None, 1800.0, "job"), ranks)
-        watcher.verdict = Verdict(("no progress",), (0,))
-        watcher.end()
-        assert process.wait(timeout=5) == -signal.SIGTERM
-    (file,) = tmp_path.glob("*/verdict.json")
-    assert parse_verdict(file.read_text()) == JobVerdict("hang", "no progress", (0,))
-    write_verdict("waits", "the gradients of step 8")
-    remove_verdict()
-    assert not file.exists()
-
-
-def test_a_rank_is_seen_with_its_heartbeat_and_its_stacks() -> None:
-    stacks = os.memfd_create("stacks")
-    record = str(heartbeat.open_record(1, stacks))
-    faulthandler.register(SIGNAL, file=stacks, all_threads=True)
-    try:
-        ranks, views = LocalRanks({1: record}), list[View]()
-        with heartbeat.waits("broadcast"):
-            thread = threading.Thread(target=lambda: views.extend(ranks.views_with_stacks().values()))
-            thread.start()
-            thread.join()
-        (view,) = views
-        assert (view.what, view.rank) == ("broadcast", 1)
-        assert any("test_a_rank_is_seen" in line for line in view.frames)
-        assert not ranks.are_gone
-        # The heartbeat of another rank, as where a number of a descriptor has been used again.
-        assert list(LocalRanks({5: record}).problems) == [5]
-    finally:
-        faulthandler.unregister(SIGNAL)
-        heartbeat.close_record()
-        os.close(stacks)
+    theirs = [frame(f"{SITE}/torch/x.py"), frame(trainer.__file__), frame("/usr/lib/python3.11/threading.py")]
+    own = [Frame("/home/me/trainer/model.py", 31, "forward"), frame("/home/me/train.py")]
+    assert (place_of([*theirs, *own]), place_of(theirs)) == ("model.py:31", "")

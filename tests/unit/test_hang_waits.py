@@ -1,4 +1,4 @@
-"""When a watcher looks and judges, what it waits for, and what it says before."""
+"""When a watcher looks and judges, what it waits for, what it says before, and what it writes."""
 
 from __future__ import annotations
 
@@ -7,225 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.hang_watchers import Ranks, run, waiting, watcher_of
-from trainer.ops.watcher import limits as limits_module
+from tests.unit.hang_watchers import Ranks, absent, run, waiting, watcher_of
 from trainer.ops.watcher import watcher as watcher_module
-from trainer.ops.watcher.job import WORKS, View
+from trainer.ops.watcher.job import Doing, View
 from trainer.ops.watcher.watcher import Watcher
-from trainer.watch.heartbeat import State
-from trainer.watch.job_folder import HANG, WAITS
+from trainer.watch.job_folder import HANG, WAITS, JobVerdict
+
+
+@pytest.fixture(autouse=True)
+def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[JobVerdict | None]:
     """What a watcher notes for `trainer run`."""
-    notes: list[tuple[object, ...]] = []
-    monkeypatch.setattr(watcher_module, "write_verdict", lambda *verdict: notes.append(verdict))
-    monkeypatch.setattr(watcher_module, "remove_verdict", lambda: notes.append(()))
+    notes: list[JobVerdict | None] = []
+    monkeypatch.setattr(watcher_module, "write_verdict", notes.append)
     return notes
-
-
-def test_the_rank_that_does_not_wait_is_named_and_all_ranks_are_ended(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, noted: list[tuple[object, ...]]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    ranks = Ranks(waiting(0), View(rank=1, steps=9))
-    watcher = watcher_of(ranks, 0.2)
-    run(watcher)
-    assert watcher.verdict is not None
-    assert watcher.verdict.culprits == (1,)
-    watcher.end()
-    assert ranks.are_ended
-    assert noted == [(HANG, watcher.verdict.first, (1,))]
-    printed = capfd.readouterr().err
-    assert printed.count("trainer: hang: no progress for") == 1
-    assert all(line.startswith("trainer: hang: ") for line in printed.splitlines())
-    assert "every rank's stack is in runs/job-hang-" in printed
-
-
-def test_a_rank_that_is_in_no_collective_is_named_where_the_others_are_on_other_hosts() -> None:
-    watcher = watcher_of(Ranks(View(rank=1, steps=9)), 0.2, others=1, host="b")
-    run(watcher)
-    assert watcher.verdict is not None
-    assert watcher.verdict.culprits == (1,)
-    assert "rank 1 on b is in no collective" in watcher.verdict.first
-    alone = watcher_of(Ranks(View(rank=0, steps=9), View(rank=1, steps=9)), 0.1)
-    run(alone, 0.5)
-    assert alone.verdict is None, "a whole job of which no rank waits for another"
-
-
-@pytest.mark.parametrize("others", [View(rank=1, steps=9, state=State.WAITING, what="barrier"), waiting(1)])
-def test_a_host_whose_ranks_all_wait_says_for_what_and_ends_them_late(
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    noted: list[tuple[object, ...]],
-    others: View,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(limits_module, "LONGEST_S", 1.0)
-    monkeypatch.setattr(watcher_module, "_LOOK_AGAIN_S", 0.05)
-    ranks = Ranks(waiting(0).replaced(at="train.py:31"), others)
-    watcher = watcher_of(ranks, 0.1, others=2)
-    run(watcher, seconds=0.6)
-    assert not watcher.verdict
-    printed = capfd.readouterr().err
-    assert printed.count("the cause may be on another host; the limit without progress is 1 s") == 1
-    assert "waited 0 s for the gradients of step 10 at train.py:31" in printed
-    ((kind, what),) = noted
-    assert kind == WAITS
-    assert str(what).startswith("the gradients of step 10 at train.py:31")
-    run(watcher)
-    assert watcher.verdict is not None
-    watcher.end()
-    assert noted[1:] == [(HANG, what, ())]
-    assert "the stack of each rank on a is in runs/job-hang-" in capfd.readouterr().err
-
-
-def test_what_was_noted_is_taken_back_when_a_rank_goes_on(noted: list[tuple[object, ...]]) -> None:
-    ranks = Ranks(waiting(0))
-    watcher = watcher_of(ranks, 0.1, others=1)
-    run(watcher, seconds=0.3)
-    ranks.seen[0] = waiting(0, 10)
-    watcher.tick()
-    assert noted == [(WAITS, "the gradients of step 10"), ()]
-
-
-def test_a_host_whose_ranks_all_wait_for_their_data_is_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits_module, "LEAST_S", 0.1)
-    for state, is_judged in ((State.LOADER, False), (State.BETWEEN, True)):
-        ranks = Ranks(waiting(1, 0))
-        watcher = watcher_of(ranks, None, others=1)
-        for steps in range(1, 9):
-            ranks.seen[1] = waiting(1, steps)
-            watcher.tick()
-        ranks.seen[1] = View(rank=1, steps=9, state=state)
-        run(watcher, seconds=0.5)
-        assert (watcher.verdict is not None) is is_judged
-
-
-def test_a_disk_that_does_not_answer_keeps_no_verdict_back(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(watcher_module, "_WRITTEN_S", 0.1)
-    monkeypatch.setattr(watcher_module, "_write", lambda *_: time.sleep(1.0))
-    ranks = Ranks(waiting(0), View(rank=1, steps=9))
-    watcher = watcher_of(ranks, 0.1)
-    run(watcher)
-    started = time.monotonic()
-    watcher.end()
-    assert time.monotonic() - started < 0.9
-    assert ranks.are_ended
-    printed = capfd.readouterr().err.splitlines()
-    assert printed[0].startswith("trainer: hang: no progress for")
-    assert printed[-1].startswith("trainer: hang: the ranks' stacks cannot be written: the disk does not answer")
-
-
-def test_a_job_that_goes_on_gets_no_verdict() -> None:
-    ranks = Ranks(waiting(0))
-    watcher = watcher_of(ranks, 0.2)
-    for events in range(50):
-        ranks.seen[0] = View(rank=0, state=State.WAITING, steps=9, events=events)
-        watcher.tick()
-        time.sleep(0.01)
-    assert watcher.verdict is None
-    run(watcher)
-    assert watcher.verdict is not None
-
-
-@pytest.mark.parametrize("excuse", ["debugger", "compiles"])
-def test_who_debugs_or_compiles_is_waited_for(excuse: str) -> None:
-    watcher = watcher_of(Ranks(waiting(0), View(rank=1, steps=9, excuse=excuse)), 0.1)
-    run(watcher, seconds=0.5)
-    assert watcher.verdict is None
-
-
-@pytest.mark.parametrize(("given_s", "is_judged"), [(None, False), (0.1, True)])
-def test_who_works_is_waited_for_unless_the_user_has_set_the_limit(
-    monkeypatch: pytest.MonkeyPatch, given_s: float | None, is_judged: bool
-) -> None:
-    monkeypatch.setattr(limits_module, "LEAST_S", 0.1)
-    ranks = Ranks(waiting(0, 0), waiting(1, 8))
-    watcher = watcher_of(ranks, given_s)
-    for steps in range(1, 9):  # past the start, whose limit is longer
-        ranks.seen[0] = waiting(0, steps)
-        watcher.tick()
-    ranks.seen[1] = View(rank=1, steps=8, excuse=WORKS)
-    run(watcher, seconds=1.0)
-    assert (watcher.verdict is not None) is is_judged
-
-
-@pytest.mark.parametrize(("excuse", "is_judged"), [("debugger", False), ("compiles", True)])
-def test_a_compiler_is_waited_for_up_to_the_longest_time_and_a_debugger_for_ever(
-    monkeypatch: pytest.MonkeyPatch, excuse: str, is_judged: bool
-) -> None:
-    monkeypatch.setattr(limits_module, "LONGEST_S", 0.2)
-    monkeypatch.setattr(watcher_module, "_LOOK_AGAIN_S", 0.05)
-    watcher = watcher_of(Ranks(waiting(0), View(rank=1, steps=9, excuse=excuse)), 0.1)
-    run(watcher, seconds=0.6)
-    assert (watcher.verdict is not None) is is_judged
-
-
-@pytest.mark.parametrize(("excuse", "count"), [("", 1), (WORKS, 1), ("compiles", 0)])
-def test_what_is_waited_for_is_said_once_in_a_wait_and_nothing_is_ended(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], excuse: str, count: int
-) -> None:
-    monkeypatch.setattr(watcher_module, "_NOTICE_S", 0.3)
-    ranks = Ranks(waiting(0, 1), View(rank=1, steps=1, excuse=excuse, at="train.py:31"))  # whose limit is 540 s
-    watcher = watcher_of(ranks, None)
-    run(watcher, seconds=1.0)
-    assert not watcher.verdict
-    printed = capfd.readouterr().err
-    assert printed.count("trainer: rank 0 has waited") == count
-    assert printed.count("rank 1 on a is in user code at train.py:31") == count
-    for events, seconds, more in ((1, 0.2, 0), (2, 1.0, count)):  # twice as long before the next one
-        ranks.seen[0] = View(rank=0, state=State.WAITING, what="gradients", steps=1, events=events)
-        run(watcher, seconds=seconds)
-        assert capfd.readouterr().err.count("has waited") == more
-
-
-def test_where_a_verdict_is_near_no_notice_comes_before(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(watcher_module, "_NOTICE_S", 0.2)
-    watcher = watcher_of(Ranks(waiting(0), View(rank=1, steps=9)), 0.3)
-    run(watcher)
-    assert watcher.verdict is not None
-    assert "waited" not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("others", [0, 2])
-def test_a_host_whose_ranks_are_stopped_is_waited_for_and_told_once(
-    capfd: pytest.CaptureFixture[str], others: int
-) -> None:
-    ranks = Ranks(View(rank=0, steps=9, process="T"), View(rank=1, steps=9, process="T"))
-    watcher = watcher_of(ranks, 0.1, others=others)
-    run(watcher, seconds=0.5)
-    assert watcher.verdict is None
-    assert capfd.readouterr().err.count("the ranks on a are stopped") == 1
-
-
-def test_a_host_that_slept_counts_anew() -> None:
-    watcher = watcher_of(Ranks(waiting(0), View(rank=1, steps=9)), 0.3)
-    watcher.tick()
-    time.sleep(0.35)
-    watcher.postpone()
-    run(watcher, seconds=0.2)
-    assert watcher.verdict is None
-    run(watcher)
-    assert watcher.verdict is not None
-
-
-class Looked(Ranks):
-    """Ranks of which rank 1 is seen differently when its stack is looked at."""
-
-    def __init__(self, **changes: object) -> None:
-        super().__init__(waiting(0), View(rank=1, steps=9))
-        self._changes = changes
-
-    def views_with_stacks(self) -> dict[int, View]:
-        views = super().views_with_stacks()
-        return {**views, 1: views[1].replaced(**self._changes)}
 
 
 def after(watcher: Watcher, monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
@@ -238,22 +37,171 @@ def after(watcher: Watcher, monkeypatch: pytest.MonkeyPatch, *seconds: float) ->
         watcher.tick()
 
 
-def test_what_a_stack_excuses_holds_until_the_next_look_which_is_not_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Looked(excuse="compiles", stacks="compile_fx")
-    watcher = watcher_of(ranks, 20.0)
-    after(watcher, monkeypatch, 21.0, 1.0, 10.0)
-    assert ranks.looks == 1
-    after(watcher, monkeypatch, 6.0, 1.0)
+def test_the_rank_that_does_not_wait_is_named_and_all_ranks_are_ended(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, noted: list[JobVerdict | None]
+) -> None:
+    ranks = Ranks(waiting(0, stacks="File train.py"), absent(1, phase="saving"))
+    watcher = watcher_of(ranks, 0.2)
+    run(watcher)
+    assert watcher.verdict is not None
+    assert watcher.verdict.culprits == (1,)
+    assert ranks.are_ended
+    assert noted == [JobVerdict(HANG, watcher.verdict.lines[0], (1,))]
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[:-1] == [f"trainer: hang: {line}" for line in watcher.verdict.lines]
+    (file,) = tmp_path.glob("runs/job-hang-*-a.txt")
+    assert lines[-1] == f"trainer: hang: each rank's stack is in {file.relative_to(tmp_path)}"
+    verdict, first, stack, second = file.read_text().strip().split("\n\n")
+    assert verdict.splitlines() == list(watcher.verdict.lines)
+    assert (first.partition(":")[0], stack) == ("rank 0 on a", "File train.py")
+    assert "phase saving" in second
+
+
+def test_the_stacks_are_in_the_folder_of_the_run_s_record_and_follow_no_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.strftime", lambda text: "now")
+    precious, file = tmp_path / "precious", tmp_path / "hang-now-a.txt"
+    precious.write_text("text")
+    for path in (file, tmp_path / f".{file.name}.partial"):
+        path.symlink_to(precious)
+    run(watcher_of(Ranks(waiting(0, folder=str(tmp_path)), absent(1)), 0.1))
+    assert precious.read_text() == "text"
+    assert "no progress" in file.read_text()
+    assert not file.is_symlink()
+
+
+@pytest.mark.parametrize(("fault", "said"), [("file", "File exists"), ("hangs", "the disk does not answer within 0 s")])
+def test_a_disk_keeps_no_verdict_back(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, fault: str, said: str
+) -> None:
+    (tmp_path / "file").touch()
+    if fault == "hangs":
+        monkeypatch.setattr(watcher_module, "_WRITTEN_S", 0.1)
+        monkeypatch.setattr(watcher_module, "_write", lambda *_: time.sleep(1.0))
+    ranks = Ranks(waiting(0, folder=str(tmp_path / "file")), absent(1))
+    run(watcher_of(ranks, 0.1), seconds=0.9)
+    assert ranks.are_ended
+    printed = capfd.readouterr().err.splitlines()
+    assert printed[0].startswith("trainer: hang: no progress for")
+    assert printed[-1] == f"trainer: hang: the ranks' stacks cannot be written: {said}"
+
+
+@pytest.mark.parametrize("what", ["gradients", "barrier"])
+def test_a_host_whose_ranks_all_wait_says_for_what_and_ends_them_late(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], noted: list[JobVerdict | None], what: str
+) -> None:
+    ranks = Ranks(waiting(0, at="train.py:31"), waiting(1, what))
+    watcher = watcher_of(ranks, 5.0, others=2)
+    after(watcher, monkeypatch, 6.0, 20.0, 500.0)
+    assert not watcher.verdict
+    printed = capfd.readouterr().err
+    assert printed.count("the cause may be on another host; the limit without progress is 540 s") == 1
+    assert "no progress for 6 s: rank 0 on a waits for the gradients of step 8 at train.py:31; rank 1" in printed
+    (note,) = noted
+    assert note is not None
+    assert (note.kind, note.text.startswith("the gradients of step 8 at train.py:31")) == (WAITS, True)
+    after(watcher, monkeypatch, 30.0)
+    assert watcher.verdict is not None
+    assert noted[1:] == [JobVerdict(HANG, note.text)]
+
+
+def test_what_was_noted_is_taken_back_when_a_rank_goes_on(
+    monkeypatch: pytest.MonkeyPatch, noted: list[JobVerdict | None]
+) -> None:
+    ranks = Ranks(waiting(0))
+    watcher = watcher_of(ranks, 5.0, others=1)
+    after(watcher, monkeypatch, 6.0)
+    ranks.seen[0] = waiting(0, events=1)
+    watcher.tick()
+    assert noted == [JobVerdict(WAITS, "the gradients of step 8"), None]
+
+
+@pytest.mark.parametrize(("steps", "given_s", "limit_s"), [(1, None, 540), (1, 5.0, 5), (0, 5.0, 1800)])
+def test_the_limit_is_what_the_user_has_set_once_a_step_was_taken(
+    monkeypatch: pytest.MonkeyPatch, steps: int, given_s: float | None, limit_s: float
+) -> None:
+    watcher = watcher_of(Ranks(waiting(0, steps=steps), absent(1, steps=steps)), given_s)
+    after(watcher, monkeypatch, limit_s - 1)
     assert watcher.verdict is None
-    assert ranks.looks == 2
+    after(watcher, monkeypatch, 2.0)
+    assert watcher.verdict is not None
+
+
+@pytest.mark.parametrize("counter", ["events", "pieces", "enqueued", "completed"])
+def test_a_job_that_goes_on_gets_no_verdict(monkeypatch: pytest.MonkeyPatch, counter: str) -> None:
+    ranks = Ranks(waiting(0), absent(1))
+    watcher = watcher_of(ranks, 5.0)
+    for count in range(9):
+        ranks.seen[1] = absent(1, Doing.RUNS, **{counter: count})
+        after(watcher, monkeypatch, 4.0)
+    assert watcher.verdict is None
+    after(watcher, monkeypatch, 2.0)
+    assert watcher.verdict is not None
+
+
+def test_long_before_the_limit_it_is_said_once_what_is_waited_for_and_the_next_time_later(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = Ranks(waiting(0), absent(1, at="train.py:31"))
+    watcher = watcher_of(ranks, None)
+    after(watcher, monkeypatch, 31.0, 30.0, 400.0)
+    assert watcher.verdict is None
+    assert capfd.readouterr().err == (
+        "trainer: no progress for 31 s: rank 1 on a is in user code at train.py:31; rank 0 on a waits for the "
+        "gradients of step 8; the limit without progress is 540 s\n"
+    )
+    ranks.seen[0] = waiting(0, events=1)
+    after(watcher, monkeypatch, 31.0)
+    assert capfd.readouterr().err == ""
+    after(watcher, monkeypatch, 30.0)
+    assert capfd.readouterr().err.count("no progress for 61 s") == 1
+
+
+@pytest.mark.parametrize(
+    ("given_s", "views"), [(40.0, (waiting(0), absent(1))), (None, (waiting(0), waiting(1))), (None, (absent(0),))]
+)
+def test_nothing_is_said_where_a_verdict_is_near_or_no_rank_waits_for_another(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], given_s: float | None, views: tuple[View, ...]
+) -> None:
+    after(watcher_of(Ranks(*views), given_s), monkeypatch, 35.0)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("others", [0, 2])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        Ranks(absent(0, Doing.STOPPED), absent(1, Doing.STOPPED)),
+        Ranks(waiting(0), absent(1, Doing.DEBUGS)),
+        Ranks(waiting(0), absent(1), with_stack=absent(1, Doing.DEBUGS)),  # at a prompt of pdb
+    ],
+)
+def test_a_host_whose_user_has_stopped_it_is_waited_for_and_told_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], ranks: Ranks, others: int
+) -> None:
+    watcher = watcher_of(ranks, 5.0, others=others)
+    after(watcher, monkeypatch, *[6.0] * 9)
+    assert watcher.verdict is None
+    assert capfd.readouterr().err.count("the ranks on a are stopped; hangs are watched for when they go on") == 1
+
+
+def test_one_of_a_host_s_ranks_that_is_stopped_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher = watcher_of(Ranks(waiting(0), absent(1, Doing.STOPPED)), 5.0)
+    after(watcher, monkeypatch, 6.0)
+    assert watcher.verdict is not None
 
 
 def test_a_rank_that_goes_on_while_it_is_looked_at_hangs_no_more(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ranks = Looked(events=1)
+    ranks = Ranks(waiting(0), absent(1), with_stack=absent(1, events=1))
     watcher = watcher_of(ranks, 20.0)
     after(watcher, monkeypatch, 21.0)
+    assert (ranks.looks, watcher.verdict, capfd.readouterr().err) == (1, None, "")
+
+
+def test_a_look_without_a_verdict_is_not_repeated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(absent(0), absent(1))
+    after(watcher_of(ranks, 20.0), monkeypatch, 21.0, 1.0, 10.0)
     assert ranks.looks == 1
-    assert watcher.verdict is None
-    assert capfd.readouterr().err == ""

@@ -69,7 +69,7 @@ def test_a_failure_keeps_the_phase_and_a_long_message_is_cut(file: Path) -> None
 
 def test_a_signal_is_kept_beside_the_longest_texts(file: Path) -> None:
     assert read(file).signal == 0
-    heartbeat.report_signal(12)
+    heartbeat.note(signal=12)
     heartbeat.report_failure("x" * 80, "y" * 512, 1)
     record = read(file)
     assert (record.signal, record.error, record.message) == (12, "x" * 80, "y" * 512)
@@ -119,14 +119,16 @@ def test_an_update_is_a_batch_whose_optimizers_have_stepped() -> None:
 
 
 def test_a_verdict_is_noted_in_the_job_s_folder_beside_what_the_ranks_say(file: Path) -> None:
-    write_verdict(DIFFERENT, "rank 2 called another one")
-    write_verdict(HANG, "rank 1 did not come", (1, 3))
+    write_verdict(JobVerdict(DIFFERENT, "rank 2 called another one"))
+    write_verdict(JobVerdict(HANG, "rank 1 did not come", (1, 3)))
     heartbeat.report_failure("lost peer", "follows from it", 1)
     line = (file.parent / "verdict.json").read_text()
     assert parse_verdict(line) == JobVerdict(HANG, "rank 1 did not come", (1, 3))
     assert line.count("\n") == 1
     assert read(file).error == "lost peer"
     assert sorted(path.name for path in file.parent.iterdir()) == ["rank-1", "sigterm-1", "verdict.json"]
+    write_verdict(None)
+    assert not (file.parent / "verdict.json").exists()
 
 
 @pytest.mark.parametrize("line", ["", "trainer-heartbeat 1", "[]", "{}", '{"kind": "hang", "text": "", "culprits": 1}'])
@@ -144,7 +146,7 @@ def test_a_verdict_is_not_noted_in_a_folder_that_another_user_could_have_made(
         monkeypatch.delenv("TRAINER_JOB")
     else:
         monkeypatch.setattr(job_folder, "is_ours", lambda _: False)
-    write_verdict(HANG, "rank 1 did not come", (1,))
+    write_verdict(JobVerdict(HANG, "rank 1 did not come", (1,)))
     assert not list(tmp_path.glob("*/verdict.json"))
 
 
@@ -153,6 +155,5 @@ def test_the_watcher_is_given_the_record_that_trainer_run_reads(file: Path) -> N
     assert record is not None
     assert record.samefile(file)
     assert heartbeat.open_record(1) is None, "it is watched already"
-    heartbeat.close_record()
     heartbeat.report_update(9)
     assert read(file).updates == 9

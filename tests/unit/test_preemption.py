@@ -47,7 +47,7 @@ def test_a_signal_sets_a_flag_and_the_program_goes_on(preemption: Preemption) ->
 
 def test_the_status_file_has_the_signal_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
-    monkeypatch.setattr("trainer.checkpoint.run.preemption.report_signal", told.append)
+    monkeypatch.setattr("trainer.checkpoint.run.preemption.note", lambda signal: told.append(signal))
     preemption = Preemption(lambda: False, grace_s=60)
     os.kill(os.getpid(), signal.SIGTERM)
     deadline = time.monotonic() + 10

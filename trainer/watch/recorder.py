@@ -1,4 +1,4 @@
-"""PyTorch's flight recorder: which collectives a rank has enqueued that are not completed.
+"""PyTorch's flight recorder: how many collectives a rank has enqueued, and how many of them are completed.
 
 Over NCCL a rank waits for the device, wherever that is in its program. A thread reads the recorder, and writes what it
 says into this rank's heartbeat, so that nothing has to be asked of a rank that hangs. It cannot read while another
@@ -20,31 +20,20 @@ from typing import Any
 
 from trainer.cluster.environment import FLIGHT_RECORDER
 from trainer.cluster.output import warn
-from trainer.watch.heartbeat import Recorded, note_recorded, steps_before
+from trainer.watch.heartbeat import note
 
 _READ_S = 0.25
-_SETTLED_S = 2.0
-"""After this long without change the entries are read: 2,000 take 40 ms of the interpreter's lock, and counts 10 µs."""
+_SETTLED = 8
+"""After so many equal readings the entries are read: 2,000 take 40 ms of the interpreter's lock, and counts 10 µs."""
+_SAME_LENGTH = (":all_reduce", ":broadcast", ":reduce", ":_all_gather_base", ":_reduce_scatter_base")
+"""Ends of the names of collectives in which the tensors of all ranks have the same length."""
 _ENDED_S = 1.0
-_NAMES = {
-    "_all_gather_base": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "allreduce_coalesced": "all_reduce",
-    "all_reduce_barrier": "barrier",
-    "_broadcast_oop": "broadcast",
-    "_reduce_oop": "reduce",
-}
-_BACKENDS = {"nccl": "NCCL", "gloo": "Gloo"}
-_SAME_LENGTH = ("all_reduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base")
-"""Collectives in which the tensors of all ranks have the same length."""
-_BACKWARD_THREADS = "pt_autograd_"
-"""Names of autograd's threads, one for each GPU, begin with this. What they send belongs to a backward pass."""
-
 
 Recorder = Callable[[bool], bytes]
 """Returns the recorder's JSON: counts of each process group, and the latest collectives if its argument says so."""
+
+_readers: list[threading.Thread] = []
+_has_ended = threading.Event()
 
 
 def find_recorder(*, is_over_nccl: bool, environ: Mapping[str, str] = os.environ) -> Recorder | None:
@@ -58,107 +47,67 @@ def find_recorder(*, is_over_nccl: bool, environ: Mapping[str, str] = os.environ
     return None
 
 
-def counts_of(trace: Any) -> dict[str, tuple[int, int]]:
-    """Return how many collectives were enqueued, and how many are completed, by process group.
+def counted(trace: Any) -> dict[str, Any]:
+    """Return what the recorder says, as fields of the heartbeat.
 
     Raises:
         LookupError, TypeError, ValueError: it has another format.
     """
-    counts = {}
+    enqueued = completed = 0
+    pending = ""
     for group, status in trace["pg_status"].items():
-        # Their numbers, from 1 on; -1 is none.
-        last = (int(status["last_enqueued_collective"]), int(status["last_completed_collective"]))
-        counts[group] = (max(0, last[0]), max(0, last[1]))
-    return counts
+        # The numbers of the last ones, from 1 on; -1 is none.
+        begun, done = (max(0, int(status[f"last_{what}_collective"])) for what in ("enqueued", "completed"))
+        enqueued, completed = enqueued + begun, completed + done
+        if begun > done and not pending:
+            pending = f"collective {done + 1} of process group {group}"
+    return {"enqueued": enqueued, "completed": completed, "pending": pending}
 
 
-def first_that_waits(trace: Any) -> dict[str, Any]:
-    """Return number, name and so on of the first collective that is not completed; {} without one.
+def named(trace: Any, pending: str) -> str:
+    """Return the pending collective with its name and length, by which ranks may differ.
 
     Raises:
-        LookupError, TypeError, ValueError: it has another format.
+        LookupError, TypeError, ValueError: the recorder has another format.
     """
-    entries = sorted(trace.get("entries", ()), key=lambda entry: int(entry["record_id"]))
-    completed: dict[str, int] = {}
-    for entry in entries:
-        if _is_completed(entry) and not entry["is_p2p"]:
-            completed[str(entry["pg_id"])] = int(entry["collective_seq_id"])
-    for entry in entries:
-        is_p2p, number = bool(entry["is_p2p"]), int(entry["collective_seq_id"])
-        # Of a coalesced collective only the last entry is marked. A group's collectives are completed in their order.
-        if _is_completed(entry) or (not is_p2p and number <= completed.get(str(entry["pg_id"]), 0)):
-            continue
-        backend, _, name = str(entry["profiling_name"]).rpartition(":")
-        is_gradient = str(entry.get("thread_name", "")).startswith(_BACKWARD_THREADS)
-        group = f"{_BACKENDS.get(backend, backend)} {entry['process_group'][0]}"
-        elements = sum(math.prod(map(int, shape)) for shape in entry["input_sizes"])
-        return {
-            "number": int(entry["p2p_seq_id"]) if is_p2p else number,
-            "pending_elements": elements * (name in _SAME_LENGTH),
-            "steps_before": steps_before(int(entry["time_created_ns"])),
-            "pending": "gradients" if is_gradient else _NAMES.get(name, name),
-            # Messages between two ranks do not compare with what all of a group take part in.
-            "group": f"{group}, {name}" if is_p2p else group,
-        }
-    return {}
-
-
-def _is_completed(entry: Mapping[str, Any]) -> bool:
-    return bool(entry["retired"]) or entry["state"] == "completed"
-
-
-class Reader(threading.Thread):
-    """Reads the recorder four times a second, and writes what it says into this rank's heartbeat."""
-
-    def __init__(self, recorder: Recorder, *, is_root: bool) -> None:
-        super().__init__(name="trainer-recorder", daemon=True)
-        self._recorder, self._is_root = recorder, is_root
-        self._ended = threading.Event()
-        self._counts: dict[str, tuple[int, int]] = {}
-        self._since = 0.0
-        self._first: dict[str, Any] | None = None
-
-    def run(self) -> None:
-        try:
-            while not self._ended.wait(_READ_S):
-                self.read(time.monotonic())
-        except Exception as error:  # another format, say; the watch goes on without it
-            note_recorded(Recorded())
-            if self._is_root:
-                warn(f"PyTorch's flight recorder is not read: {type(error).__name__}: {error}")
-
-    def read(self, now: float) -> None:
-        """Write what the recorder says now."""
-        counts = counts_of(json.loads(self._recorder(False)))
-        if counts != self._counts:
-            self._counts, self._since, self._first = counts, now, None
-        # Also where all that is counted is completed: a collective is counted when its call has returned, and recorded
-        # when it begins.
-        if counts and self._first is None and now - self._since >= _SETTLED_S:
-            self._first = first_that_waits(json.loads(self._recorder(True)))
-        enqueued, completed = (sum(numbers) for numbers in zip(*counts.values(), strict=True)) if counts else (0, 0)
-        # With the time before the reading: what was read is at least as new.
-        note_recorded(Recorded(read_at=now, enqueued=enqueued, completed=completed, **(self._first or {})))
-
-    def end(self) -> None:
-        """Stop reading, unless that takes too long."""
-        self._ended.set()
-        self.join(_ENDED_S)
-
-
-_readers: list[Reader] = []
+    for entry in trace["entries"]:
+        number = f"collective {entry['collective_seq_id']} of process group {entry['pg_id']}"
+        if number == pending and not entry["is_p2p"]:
+            elements = sum(math.prod(map(int, shape)) for shape in entry["input_sizes"])
+            name = str(entry["profiling_name"])
+            return f"{number}: {name}{f' of {elements:,} elements' if name.endswith(_SAME_LENGTH) else ''}"
+    return pending
 
 
 def follow(recorder: Recorder, *, is_root: bool) -> None:
-    """Read the recorder from now on, until this process ends."""
-    reader = Reader(recorder, is_root=is_root)
+    """Read the recorder from now on, four times a second, until this process ends."""
+    reader = threading.Thread(target=_follow, args=(recorder, is_root), name="trainer-recorder", daemon=True)
     _readers.append(reader)
     reader.start()
+
+
+def _follow(recorder: Recorder, is_root: bool) -> None:
+    before, equal = {}, 0
+    try:
+        while not _has_ended.wait(_READ_S):
+            now = time.monotonic()  # before the reading: what was read is at least as new
+            counts = counted(json.loads(recorder(False)))
+            before, equal = counts, equal + 1 if counts == before else 0
+            if equal == 0:
+                note(**counts)
+            elif equal == _SETTLED and counts["pending"]:
+                note(pending=named(json.loads(recorder(True)), counts["pending"]))
+            note(read_at=now)
+    except Exception as error:  # another format, say; the watch goes on without it
+        note(read_at=0.0)
+        if is_root:
+            warn(f"PyTorch's flight recorder is not read: {type(error).__name__}: {error}")
 
 
 # Exit handlers run in the reverse order: this one after those that wait for other ranks, which is to be seen.
 @atexit.register
 def _end_all() -> None:
     # A thread that is in PyTorch's code while Python shuts down may abort the process.
+    _has_ended.set()
     for reader in _readers:
-        reader.end()
+        reader.join(_ENDED_S)

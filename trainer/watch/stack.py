@@ -29,7 +29,6 @@ _DDP = re.compile(r"/torch/nn/parallel/distributed\.py$")
 _FULLY_SHARD = re.compile(r"/torch/distributed/fsdp/")
 _TORCH = re.compile(r"/torch/distributed/(?!c10d_logger\.py$)")  # whose decorator is around most functions
 _HOROVOD = re.compile(r"/horovod/torch/")
-_SYNC_BATCH_NORM = re.compile(r"/torch/nn/modules/_functions\.py$|/horovod/torch/sync_batch_norm\.py$")
 # In the innermost line of a rank that waits. Other files of torch.distributed compute and write as well.
 _WAITS = re.compile(
     rf"{_DDP.pattern}|{_BACKWARD.pattern}|{_FULLY_SHARD.pattern}|{_HOROVOD.pattern}"
@@ -37,11 +36,6 @@ _WAITS = re.compile(
 )
 # A differentiable collective calls itself through autograd.
 _LIBRARIES = re.compile(rf"{_DDP.pattern}|/torch/distributed/|{_HOROVOD.pattern}|/torch/autograd/function\.py$")
-
-
-def frames_of(stacks: str) -> list[Frame]:
-    """Return the frames of all threads, as faulthandler writes them."""
-    return [Frame(line["path"], int(line["line"]), line["name"]) for line in _WRITTEN.finditer(stacks)]
 
 
 def main_frames(stacks: str, thread: int) -> list[Frame]:
@@ -53,7 +47,8 @@ def main_frames(stacks: str, thread: int) -> list[Frame]:
     """
     for part in re.split(r"\n\s*\n", stacks):
         if re.match(rf"\s*(?:Current thread|Thread) 0x0*{thread:x} ", part):
-            return [frame for frame in frames_of(part) if not frame.path.endswith("/trainer/watch/heartbeat.py")]
+            frames = [Frame(line["path"], int(line["line"]), line["name"]) for line in _WRITTEN.finditer(part)]
+            return [frame for frame in frames if not frame.path.endswith("/trainer/watch/heartbeat.py")]
     return []
 
 
@@ -80,9 +75,6 @@ def collective_of(stack: Sequence[Frame]) -> str:
     if not stack or not _WAITS.search(stack[0].path):
         return ""
     inner = list(takewhile(lambda frame: _LIBRARIES.search(frame.path), stack))
-    for frame in stack[: len(inner) + 1]:
-        if _SYNC_BATCH_NORM.search(frame.path):
-            return f"SyncBatchNorm's {frame.name} pass"
     if has_called(_DDP, inner):
         is_forward = any(frame.name in ("forward", "_pre_forward") for frame in inner)
         return "DDP's forward pass" if is_forward else "gradients"

@@ -25,7 +25,7 @@ from trainer.ops.doctor.call import MARK, Call, CallError
 from trainer.ops.doctor.remote import exchange
 from trainer.ops.supervise import remote
 from trainer.ops.supervise.hosts import Host
-from trainer.watch.heartbeat import SIZE, Heartbeat, State
+from trainer.watch.heartbeat import SIZE, Heartbeat, Record, State
 from trainer.watch.job_folder import HANG, JobVerdict, parse_verdict
 
 _KEY = "0123456789abcdef" * 2
@@ -156,13 +156,13 @@ def _heartbeat(data: bytes) -> None:
     if heartbeat is not None:
         assert heartbeat.pid > 0
         assert isinstance(heartbeat.has_ended, bool)
-        for name in ("what", "last", "phase", "error", "message", "folder", "pending", "group"):
+        for name in ("what", "last", "phase", "error", "message", "folder", "pending"):
             getattr(heartbeat, name).encode()
 
 
 def _heartbeats() -> list[bytes]:
-    busy = Heartbeat(rank=1, state=State.WAITING, what="gradients", steps=9, phase="training", message="é" * 300)
-    busy.pid = 4711
+    busy = Record(rank=1, state=State.WAITING, what=b"gradients", steps=9, phase=b"training")
+    busy.head, busy.message = b"trainer-heartbeat 4711\n", ("é" * 256).encode()
     return [bytes(busy), bytes(busy)[: SIZE - 1]]
 
 

@@ -17,7 +17,7 @@ from types import FrameType
 
 from trainer.cluster import exit_codes
 from trainer.watch.failure import end_process
-from trainer.watch.heartbeat import PREEMPTED, report_phase, report_signal
+from trainer.watch.heartbeat import PREEMPTED, note, report_phase
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 _POLL_S = 0.05
@@ -81,7 +81,7 @@ class Preemption:
             os.close(reader)
             return
         self.received = self.received or number
-        report_signal(number)
+        note(signal=number)
         started = time.monotonic()
         deadline = started + self._grace_s
         # The ranks may be about to agree, which is better: all of them end then.

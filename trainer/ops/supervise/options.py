@@ -32,12 +32,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
     "min_np": ("--min-np", int, "N", "go on with N ranks at least (-np)"),
     "max_restarts": ("--max-restarts", int, "N", "give up after N restarts (%(default)s)"),
     "timeout_s": ("--timeout", float, "S", "restart after S seconds without any progress; 0: never (%(default).0f)"),
-    "hang_timeout_s": (
-        "--hang-timeout",
-        float,
-        "S",
-        "restart when ranks wait S seconds for another; 0: never (measured)",
-    ),
+    "hang_timeout_s": ("--hang-timeout", float, "S", "restart when ranks wait S seconds for another; 0: never (540)"),
     "wait_for_hosts_s": ("--wait-for-hosts", float, "S", "wait S seconds while hosts are too few (%(default).0f)"),
 }
 """Options of the command line, by their names in `Options`: each with its type, what it takes, and its help."""

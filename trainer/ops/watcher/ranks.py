@@ -17,28 +17,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.cluster.processes import GONE, Process, children_cpu_s, look
-from trainer.ops.watcher.job import STOPPED, UNINTERRUPTIBLE, WORKS, View
-from trainer.watch.heartbeat import SAVING, SIGNAL, SIZE, State
-from trainer.watch.stack import Frame, collective_of, frames_of, has_called, is_in_backward, main_frames, place_of
+from trainer.cluster.output import warn
+from trainer.cluster.processes import GONE, look
+from trainer.ops.watcher.job import Doing, View
+from trainer.watch.heartbeat import SIGNAL, SIZE, State
+from trainer.watch.stack import Frame, collective_of, has_called, is_in_backward, main_frames, place_of
 
-_LOOK_S = 1.0
-_WORKS = 0.1
-"""A thread, or a rank's children, that take more than this share of a processor are at work, also on a busy host."""
-_WAITS = 0.2
+_COMPUTES = 0.2
 """In a backward pass, a rank that takes more than this share of a processor computes, and does not wait for others."""
 _FRESH_S = 2.0
 """How long a reading of the flight recorder counts; there are four a second."""
 _WRITTEN_S, _SETTLED_S = 3.0, 0.15
 _MOST_BYTES = 256 * 1024
 _TERMINATED_S = 3.0
-# Those of a compiler at work; other files of torch._dynamo are in the stack of every compiled model that runs.
-_COMPILER = re.compile(
-    r"/torch/(_dynamo/convert_frame|_inductor/(compile_fx|async_compile))\.py$|/triton/(compiler|backends)/"
-)
 _DEBUGGER = re.compile(r"/(pdb|bdb)\.py$|/(pydevd|debugpy|_pydevd_bundle|ipdb|pudb)(/|\.py$)")
-# It writes or reads a file, which a slow disk keeps from computing.
-_SAVES = re.compile(r"/torch/(serialization\.py$|distributed/checkpoint/)")
+_BY_STATE = {State.WAITING: Doing.WAITS, State.LOADER: Doing.LOADS, State.FAILED: Doing.FAILED}
+_BY_PROCESS = {"T": Doing.STOPPED, "t": Doing.DEBUGS, GONE: Doing.GONE}
+"""By the kernel's letter for the thread that trains."""
 
 
 class LocalRank:
@@ -61,11 +56,9 @@ class LocalRank:
         if heartbeat is None or (heartbeat.pid, heartbeat.rank) != (self.pid, rank):
             raise OSError("its heartbeat is another process's")
         self._thread, self._native_thread = heartbeat.thread, heartbeat.native_thread
-        self.stacks_file = os.open(f"/proc/{self.pid}/fd/{heartbeat.stacks_file}", os.O_RDONLY)
-        self._looked_at, self._look, self._cpu, self._state = 0.0, Process("S", 0.0), 0.0, "S"
-        self._counters: tuple[int, ...] = ()
-        self._went_on = (0.0, 0.0)
-        """When it did something last, and its thread's processor time then."""
+        self._stacks_file = os.open(f"/proc/{self.pid}/fd/{heartbeat.stacks_file}", os.O_RDONLY)
+        self._asked: tuple[int, float, float] | None = None
+        """Once it was asked for its stacks: the size of their file, the time, and its processor time before."""
 
     @property
     def is_gone(self) -> bool:
@@ -76,61 +69,60 @@ class LocalRank:
 
     def view(self) -> View:
         """Return what it does now."""
-        self._look_again(time.monotonic())
         view = View.from_reader(self._read)
         assert view is not None  # noqa: S101 (it was one, and its head never changes)
-        view.process, view.cpu = GONE if self.is_gone else self._state, self._cpu
-        if view.counters != self._counters:
-            self._counters, self._went_on = view.counters, (self._looked_at, self._look.cpu_s)
+        process = GONE if self.is_gone else look(self.pid, thread=self._native_thread).state
+        if view.is_at_end and (process == GONE or view.state != State.WAITING):
+            view.doing = Doing.ENDED
+        else:
+            view.doing = _BY_PROCESS.get(process) or _BY_STATE.get(view.state, Doing.RUNS)
         return view
 
-    def _look_again(self, now: float) -> None:
-        if (passed := now - self._looked_at) < _LOOK_S:
-            return
-        process, before = look(self.pid, thread=self._native_thread), self._look
-        self._cpu = min(1.0, (process.cpu_s - before.cpu_s) / passed) if self._looked_at else 0.0
-        # A healthy process is in uninterruptible sleep for moments.
-        is_moment = process.state == UNINTERRUPTIBLE and before.state != UNINTERRUPTIBLE
-        self._state, self._look, self._looked_at = "S" if is_moment else process.state, process, now
+    def ask(self) -> None:
+        """Have it write its stacks, unless it cannot."""
+        process, self._asked = look(self.pid, thread=self._native_thread), None
+        if process.state not in _BY_PROCESS and takes_signal(self.pid):
+            self._asked = (os.fstat(self._stacks_file).st_size, time.monotonic(), process.cpu_s)
+            self.signal(SIGNAL)
 
-    def ask(self) -> int | None:
-        """Have it write its stacks; return how much was in the file before, or None where it cannot."""
-        before = os.fstat(self.stacks_file).st_size
-        if self.view().process in (GONE, STOPPED, UNINTERRUPTIBLE) or not takes_signal(self.pid):
-            return None
-        self.signal(SIGNAL)
-        return before
+    @property
+    def has_answered(self) -> bool:
+        """Whether it has written stacks, unless it was not asked."""
+        return self._asked is None or os.fstat(self._stacks_file).st_size > self._asked[0]
 
-    def with_stacks(self, before: int | None, *, children_work: bool) -> View:
-        """Return what it does now, with the stacks that it was asked for and has written.
-
-        Args:
-            before: what `ask` has returned.
-            children_work: whether its children, such as the workers of a loader, have computed meanwhile.
-        """
+    def with_stacks(self) -> View:
+        """Return what it does now, by the stacks that it was asked for and has written."""
         view = self.view()
-        if before is None:
-            # Where a disk does not answer in time, it may do so later; who is stopped or gone does nothing.
-            view.excuse = WORKS if view.process == UNINTERRUPTIBLE else ""
-            return view
-        view.stacks = read_stacks(self.stacks_file, before)
-        frames = main_frames(view.stacks, self._thread)
-        view.frames, view.at = tuple(map(str, frames)), place_of(frames)
-        _note_wait(view, frames)
-        view.excuse = excuse_of(frames, frames_of(view.stacks))
-        if view.excuse in ("", WORKS):
-            is_at_work = view.excuse or view.phase == SAVING or children_work or self._works()
-            view.excuse = WORKS if is_at_work and not view.waits else ""
+        if self._asked is not None and view.doing not in _BY_PROCESS.values():
+            size, asked_at, cpu_s = self._asked
+            view.stacks = os.pread(self._stacks_file, _MOST_BYTES, size).decode(errors="replace")
+            frames = main_frames(view.stacks, self._thread)
+            view.frames, view.at = tuple(map(str, frames)), place_of(frames)
+            cpu_s = look(self.pid, thread=self._native_thread).cpu_s - cpu_s
+            _apply_stack(view, frames, computes=cpu_s > _COMPUTES * (time.monotonic() - asked_at))
         return view
-
-    def _works(self) -> bool:
-        """Return whether its thread has computed for a part of the time since it did something last."""
-        since, cpu_s = self._went_on
-        return self._look.cpu_s - cpu_s > _WORKS * max(1.0, self._looked_at - since)
 
     def signal(self, number: int) -> None:
         with suppress(OSError):
             signal.pidfd_send_signal(self.process, number)
+
+
+def _apply_stack(view: View, frames: Sequence[Frame], *, computes: bool) -> None:
+    """Note in a view what its stack, or the flight recorder, tells of what the rank does.
+
+    Args:
+        frames: of the thread that trains.
+        computes: whether that thread does now.
+    """
+    is_recorded = view.enqueued > 0 and time.monotonic() - view.read_at < _FRESH_S
+    # Where no collective waits, the main thread waits for a thread of autograd's, and that one for nobody else.
+    is_alone = is_in_backward(frames) and (is_recorded or computes)
+    if has_called(_DEBUGGER, frames):
+        view.doing = Doing.DEBUGS
+    elif is_recorded and view.pending and view.doing in (Doing.RUNS, Doing.LOADS, Doing.WAITS):
+        view.doing, view.what, view.is_recorded = Doing.WAITS, view.pending, True
+    elif view.doing is Doing.RUNS and (what := collective_of(frames)) and not is_alone:
+        view.doing, view.what = Doing.WAITS, what
 
 
 def takes_signal(pid: int) -> bool:
@@ -143,54 +135,6 @@ def takes_signal(pid: int) -> bool:
     return False
 
 
-def wait_for_stacks(files: Mapping[int, int]) -> None:
-    """Return once something was written to each file and no more comes, after 3 s in any case.
-
-    Args:
-        files: descriptors, and how many bytes each had before.
-    """
-    deadline, sizes = time.monotonic() + _WRITTEN_S, dict(files)
-    while files and time.monotonic() < deadline:
-        time.sleep(_SETTLED_S)
-        now = {file: os.fstat(file).st_size for file in files}
-        if now == sizes and all(now[file] > before for file, before in files.items()):
-            return
-        sizes = now
-
-
-def read_stacks(file: int, before: int) -> str:
-    """Return what was written to the file since it had `before` bytes."""
-    return os.pread(file, _MOST_BYTES, before).decode(errors="replace")
-
-
-def excuse_of(frames: Sequence[Frame], all_frames: Sequence[Frame]) -> str:
-    """Return why a rank may be without progress, by its stacks: "debugger", "compiles", `WORKS`; "" if none tells.
-
-    Args:
-        frames: of the main thread.
-        all_frames: of all threads: of a backward pass on a GPU, it is autograd's thread that compiles.
-    """
-    if has_called(_DEBUGGER, frames):
-        return "debugger"
-    if has_called(_COMPILER, all_frames):
-        return "compiles"
-    return WORKS if has_called(_SAVES, frames) or is_in_backward(frames) else ""
-
-
-def _note_wait(view: View, frames: Sequence[Frame]) -> None:
-    """Note what a rank waits in that it has not noted itself: by the flight recorder, else by its stack."""
-    is_recorded = view.enqueued > 0 and time.monotonic() - view.read_at < _FRESH_S
-    if is_recorded and view.pending and view.state != State.FAILED:
-        # It has not changed since the job's last progress, as its counters are progress.
-        view.state, view.what, view.elements = State.WAITING, view.pending, view.pending_elements
-        view.is_counted, view.is_recorded = False, True
-    elif view.state == State.BETWEEN:
-        # Where no collective waits, the main thread waits for a thread of autograd's, and that one for nobody else.
-        is_alone = is_recorded or view.cpu > _WAITS
-        if (what := collective_of(frames)) and not (is_alone and is_in_backward(frames)):
-            view.state, view.what = State.WAITING, what
-
-
 class LocalRanks:
     """All ranks of this host that can be looked at.
 
@@ -200,17 +144,11 @@ class LocalRanks:
 
     def __init__(self, records: Mapping[int, str]) -> None:
         self.by_rank: dict[int, LocalRank] = {}
-        self.problems: dict[int, str] = {}
-        """Why a rank cannot be looked at."""
         for rank, record in records.items():
             try:
                 self.by_rank[rank] = LocalRank(rank, record)
             except (OSError, ValueError) as error:
-                self.problems[rank] = getattr(error, "strerror", "") or str(error)
-
-    @property
-    def are_gone(self) -> bool:
-        return not self.running
+                warn(f"hangs are not watched for on rank {rank}: {getattr(error, 'strerror', '') or error}")
 
     @property
     def running(self) -> list[int]:
@@ -223,15 +161,15 @@ class LocalRanks:
 
     def views_with_stacks(self) -> dict[int, View]:
         """Return what each rank does now, and its stacks. Takes up to 3 s."""
-        began = time.monotonic()
-        computed = {number: children_cpu_s(rank.pid) for number, rank in self.by_rank.items()}
-        asked = {number: rank.ask() for number, rank in self.by_rank.items()}
-        wait_for_stacks({self.by_rank[number].stacks_file: size for number, size in asked.items() if size is not None})
-        enough = _WORKS * max(0.1, time.monotonic() - began)
-        return {
-            number: rank.with_stacks(asked[number], children_work=children_cpu_s(rank.pid) - computed[number] > enough)
-            for number, rank in self.by_rank.items()
-        }
+        ranks = self.by_rank.values()
+        for rank in ranks:
+            rank.ask()
+        deadline = time.monotonic() + _WRITTEN_S
+        time.sleep(_SETTLED_S)
+        while not all(rank.has_answered for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(_SETTLED_S)
+        time.sleep(_SETTLED_S)  # for the rest of what they write
+        return {number: rank.with_stacks() for number, rank in self.by_rank.items()}
 
     def end(self) -> None:
         """End all ranks."""
@@ -239,5 +177,5 @@ class LocalRanks:
             for rank in self.by_rank.values():
                 rank.signal(number)
             deadline = time.monotonic() + wait_s
-            while not self.are_gone and time.monotonic() < deadline:
+            while self.running and time.monotonic() < deadline:
                 select.select(self.running, [], [], 0.1)

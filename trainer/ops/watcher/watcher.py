@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from trainer.cluster.output import say, warn
 from trainer.files import write_atomically
-from trainer.ops.watcher.job import Host, Settings, View
-from trainer.ops.watcher.judge import Verdict, explain, has_failed, is_paused, judge, notice
-from trainer.ops.watcher.limits import Limit
+from trainer.ops.watcher.job import Doing, Host, Settings, View
+from trainer.ops.watcher.judge import Verdict, explain, judge
 from trainer.ops.watcher.ranks import LocalRanks
-from trainer.watch.job_folder import DIFFERENT, HANG, WAITS, remove_verdict, write_verdict
+from trainer.watch.job_folder import DIFFERENT, HANG, WAITS, JobVerdict, write_verdict
 
+_LIMIT_S = 540.0
+"""The limit where the user has set none: longer than ranks usually work by themselves, as in a checkpoint."""
 _LOOK_AGAIN_S = 15.0
 """How long after a look without a verdict the next one is."""
 _NOTICE_S = 30.0
@@ -35,157 +36,116 @@ class Watcher:
     def __init__(self, settings: Settings, ranks: LocalRanks) -> None:
         self._settings, self._ranks = settings, ranks
         self._host = Host(settings.host)
-        self._limit = Limit(settings.given_s, settings.start_s, time.monotonic())
+        self._progress_at = time.monotonic()
         # Once in each wait it is said what is waited for, and each time after twice as long.
-        self._notice_after_s = self._next_notice_s = _NOTICE_S
-        self._has_explained = self._is_paused = self._has_noted = False
-        self._failed_at = self._next_look = 0.0
+        self._notice_s = self._look_at_s = _NOTICE_S
+        self._has_said = self._is_paused = self._has_explained = False
+        self._failed_at = 0.0
         self.verdict: Verdict | None = None
 
-    def postpone(self) -> None:
-        """Count the time without progress anew, because this host has slept."""
-        self._limit.progress_at = time.monotonic()
-
     def tick(self) -> None:
-        """See what the ranks do, and judge."""
-        now = time.monotonic()
-        self._take_views(self._ranks.views(), now)
-        self._explain(now)
-        if is_paused(self._host):
+        """See what the ranks do, and judge. To be called once more when they have ended."""
+        self._take_views(self._ranks.views())
+        self._explain()
+        if self._is_look_due():
+            self._take_views(self._ranks.views_with_stacks())
+            if self._is_look_due():  # else a rank has gone on while it was looked at, or is in a debugger
+                self._conclude(time.monotonic() - self._progress_at)
+
+    def _take_views(self, views: dict[int, View]) -> None:
+        earlier = self._host.views
+        self._host = Host(self._host.name, dict(sorted(views.items())), len(views) == self._settings.size)
+        if any(rank not in earlier or view.progress != earlier[rank].progress for rank, view in views.items()):
+            self._begin_anew()
+            self._is_paused = False
+            if self._has_said:
+                self._has_said = False
+                write_verdict(None)
+        doing = {view.doing for view in views.values()}
+        if Doing.DEBUGS in doing or doing == {Doing.STOPPED}:
             if not self._is_paused:
                 warn(f"the ranks on {self._host.name} are stopped; hangs are watched for when they go on")
             self._is_paused = True
-            self._limit.progress_at = now
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Count the time without progress from now on."""
+        self._progress_at, limit_s = time.monotonic(), self._limit_s
+        self._look_at_s = self._notice_s if limit_s >= 2 * self._notice_s else limit_s
+
+    @property
+    def _limit_s(self) -> float:
+        """How long the ranks may be without progress."""
+        if not any(view.steps for view in self._host.views.values()):
+            return self._settings.start_s
+        return _LIMIT_S if self._settings.given_s is None else self._settings.given_s
+
+    def _explain(self) -> None:
+        if self._has_explained or not (lines := explain(self._host)):
             return
-        self._is_paused = False
-        if self._is_look_due(now):
-            self._take_views(self._ranks.views_with_stacks(), now)
-            if self._is_look_due(now):  # else a rank has gone on while it was looked at
-                self._conclude(now)
-
-    def end(self) -> None:
-        """Print the verdict, and end the ranks of this host."""
-        if (verdict := self.verdict) is not None:
-            say(verdict.lines, _HANG)
-            write_verdict(HANG, verdict.waits_for or verdict.first, () if verdict.waits_for else verdict.culprits)
-            write_stacks(verdict, self._host, self._settings.script)
-            self._ranks.end()
-
-    def leave(self) -> None:
-        """Say why the job has failed, by what its ranks did last."""
-        now = time.monotonic()
-        self._take_views(self._ranks.views(), now)
-        self._explain(now, is_last=True)
-
-    def _idle_s(self, now: float) -> float:
-        return now - self._limit.progress_at
-
-    def _take_views(self, views: dict[int, View], now: float) -> None:
-        earlier = self._host.views
-        has_moved = any(rank not in earlier or view.changed_since(earlier[rank]) for rank, view in views.items())
-        self._host.views = dict(sorted(views.items()))
-        self._host.is_whole_job = len(views) == self._settings.size
-        if has_moved:
-            self._limit.on_progress(views.values(), now)
-            self._next_notice_s = self._notice_after_s
-            if self._has_noted:
-                self._has_noted = False
-                remove_verdict()
-
-    def _explain(self, now: float, *, is_last: bool = False) -> None:
-        if self._has_explained or not has_failed(self._host.views.values()):
-            return
-        self._failed_at = self._failed_at or now
         # Ranks do not fail at the same moment: a majority of those that were seen first may be wrong.
-        is_due = now - self._failed_at > _SETTLED_S
-        if (is_due or is_last) and (lines := explain(self._host)):
+        self._failed_at = self._failed_at or time.monotonic()
+        if not self._ranks.running or time.monotonic() - self._failed_at > _SETTLED_S:
             self._has_explained = True
             say(lines, _WHY)
-            write_verdict(DIFFERENT, "; ".join(lines))
+            write_verdict(JobVerdict(DIFFERENT, "; ".join(lines)))
 
-    def _is_look_due(self, now: float) -> bool:
-        idle_s = self._idle_s(now)
-        if idle_s > self._limit.seconds:
-            return now >= self._next_look
-        return self._next_notice_s <= idle_s and self._limit.seconds >= 2 * self._notice_after_s
+    def _is_look_due(self) -> bool:
+        return time.monotonic() - self._progress_at >= self._look_at_s
 
-    def _conclude(self, now: float) -> None:
-        """Judge by what a look has shown; before the limit, say what is waited for."""
-        idle_s = self._idle_s(now)
-        excuses = {view.excuse for view in self._host.views.values()}
-        if "debugger" in excuses:
-            self._limit.progress_at = now
+    def _conclude(self, idle_s: float) -> None:
+        """Judge by what a look has shown, or say what is waited for."""
+        is_over = idle_s >= self._limit_s
+        self._look_at_s = idle_s + _LOOK_AGAIN_S if is_over else self._limit_s
+        verdict = judge(self._host, idle_s)
+        if verdict is None:
             return
-        verdict = None
-        if idle_s > self._limit.seconds:
-            self._next_look = now + _LOOK_AGAIN_S
-            verdict = judge(self._host, idle_s)
-            if verdict is not None and (self._is_certain(verdict, excuses) or idle_s > self._limit.longest):
-                self.verdict = verdict
-                return
-            if verdict is None or not verdict.waits_for:
-                return
-        self._give_notice(idle_s, excuses)
+        # Whoever sets the limit does not know what happens on another host.
+        ends_s = max(self._limit_s, _LIMIT_S) if verdict.waits_for else self._limit_s
+        if idle_s >= ends_s:
+            self._end(verdict)
+        elif not self._has_said and (verdict.culprits or verdict.waits_for):
+            self._has_said = True
+            self._notice_s *= 2
+            say([f"no progress for {idle_s:.0f} s: {verdict.notice}; the limit without progress is {ends_s:.0f} s"])
+            if verdict.waits_for:
+                write_verdict(JobVerdict(WAITS, verdict.waits_for))
 
-    def _is_certain(self, verdict: Verdict, excuses: set[str]) -> bool:
-        # Whoever sets the limit knows how long a rank may work by itself, but not what happens on another host.
-        is_set = self._settings.given_s is not None
-        return (verdict.is_sure or is_set) and not verdict.waits_for and "compiles" not in excuses
-
-    def _give_notice(self, idle_s: float, excuses: set[str]) -> None:
-        """Say what is waited for, once in each wait."""
-        if self._next_notice_s == math.inf:
-            return
-        ends_s = self._limit.seconds if idle_s <= self._limit.seconds else self._limit.longest
-        text = notice(self._host, idle_s, ends_s)
-        if "compiles" in excuses or not text:
-            self._next_notice_s = 2 * idle_s
-            return
-        self._notice_after_s, self._next_notice_s = 2 * self._notice_after_s, math.inf
-        say([text])
-        if (verdict := judge(self._host, idle_s)) is not None and verdict.waits_for:
-            self._has_noted = True
-            write_verdict(WAITS, verdict.waits_for)
+    def _end(self, verdict: Verdict) -> None:
+        """Print the verdict, and end the ranks of this host."""
+        self.verdict = verdict
+        say(verdict.lines, _HANG)
+        write_verdict(JobVerdict(HANG, verdict.waits_for or verdict.lines[0], verdict.culprits))
+        write_stacks(verdict, self._host, self._settings.script)
+        self._ranks.end()
 
 
 def write_stacks(verdict: Verdict, host: Host, script: str) -> None:
     """Write the verdict and all stacks into the run's folder, and print where. Takes 3 s at most."""
-    places = [f"the ranks' stacks cannot be written: the disk does not answer within {_WRITTEN_S:.0f} s"]
+    said = [f"the ranks' stacks cannot be written: the disk does not answer within {_WRITTEN_S:.0f} s"]
 
     def write() -> None:
         try:
-            whose = "every rank's stack" if host.is_whole_job else f"the stack of each rank on {host.name}"
-            places.append(f"{whose} is in {_write(verdict, host, script)}")
+            said.append(f"each rank's stack is in {_write(verdict, host, script)}")
         except OSError as error:
-            places.append(f"the ranks' stacks cannot be written: {error.strerror or error}")
+            said.append(f"the ranks' stacks cannot be written: {error.strerror or error}")
 
     # The file system may be what hangs.
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
     writer.join(_WRITTEN_S)
-    say([places[-1]], _HANG)
+    say([said[-1]], _HANG)
 
 
 def _write(verdict: Verdict, host: Host, script: str) -> Path:
-    views = host.views
-    record = next((view.folder for view in views.values() if view.folder), "")
-    # Hosts may share the disk.
-    name = f"hang-{time.strftime('%Y%m%d-%H%M%S')}{'' if host.is_whole_job else f'-{host.name}'}"
-    folder = Path(record, name) if record else Path("runs", f"{script}-{name}")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "verdict.txt", "".join(f"{line}\n" for line in verdict.lines))
-    for rank, view in views.items():
-        write_atomically(folder / f"rank-{rank}.txt", f"{host.names[rank]}: {_facts(view)}\n\n{view.stacks}")
-    return folder
-
-
-def _facts(view: View) -> str:
-    facts = {
-        "state": view.state,
-        "waits for": view.what,
-        **{name: getattr(view, name) for name in ("collectives", "steps", "updates", "elements", "phase", "process")},
-        "main thread's share of a processor": round(view.cpu, 2),
-    }
-    if view.enqueued > 0:
-        facts |= {"enqueued": view.enqueued, "completed": view.completed}
-    return ", ".join(f"{name} {fact}" for name, fact in facts.items())
+    record = next((view.folder for view in host.views.values() if view.folder), "")
+    file = f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{host.name}.txt"  # hosts may share the disk
+    path = Path(record, file) if record else Path("runs", f"{script}-{file}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = ["\n".join(verdict.lines)]
+    for rank, view in host.views.items():
+        facts = {name: fact for name, fact in asdict(view).items() if fact and name not in ("frames", "stacks")}
+        text = ", ".join(f"{name} {fact}" for name, fact in facts.items())
+        parts.append(f"rank {rank} on {host.name}: {text}\n\n{view.stacks}")
+    write_atomically(path, "\n\n".join(parts))
+    return path
