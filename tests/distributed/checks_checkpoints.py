@@ -122,7 +122,6 @@ def check_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(strat
         training = Training(strategy)
         checkpoints = training.checkpoints(folder)
         assert checkpoints.resumed is not None
-        assert checkpoints.resumed.is_complete
         assert_equal(strategy, training.train(), expected)
         assert training.totals["updates"] == 9
         checkpoints.close()
@@ -190,10 +189,6 @@ def check_what_does_not_fit_is_told_on_every_rank(strategy: Strategy) -> None:
         strategy.barrier()
         # Nothing was changed.
         assert all(torch.equal(weight, other) for weight, other in zip(model.parameters(), before, strict=True))
-        with pytest.raises(ConfigError, match="holds checkpoints, and resume is 'none'"):
-            run.checkpoints(folder, resume="none")
-        with pytest.raises(TrainerError, match=r"nowhere: manifest\.json is missing"):
-            run.checkpoints(folder, resume=str(folder / "nowhere"))
 
 
 def check_a_damaged_checkpoint_is_passed_over(strategy: Strategy) -> None:

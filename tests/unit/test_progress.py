@@ -61,15 +61,6 @@ def test_lines_come_at_the_interval_and_not_with_every_event(clock: Clock, capsy
     ]
 
 
-def test_a_long_job_shows_hours_left(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    progress, context = Progress(every_s=10.0), context_on()
-    progress.on_fit_start(context)
-    clock.now += 60
-    progress.on_progress(context, event(done=10))
-    # 1,990 samples at 6 s each.
-    assert capsys.readouterr().out.endswith(" 3:19:00 left\n")
-
-
 def test_an_epochs_end_is_always_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     progress, context = Progress(every_s=1e9), context_on()
     progress.on_fit_start(context)

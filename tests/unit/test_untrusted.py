@@ -17,7 +17,7 @@ from trainer.errors import ConfigError, DataError, TrainerError
 from trainer.files import save_atomically
 from trainer.ops.supervise.folder import Events, locked
 from trainer.ops.supervise.hosts import parse_hosts
-from trainer.report.run_record import _append, _checkpoints_of, _keep
+from trainer.report.run_record import _append, _checkpoints_of
 from trainer.untrusted import parse_json, read_file
 from trainer.watch.heartbeat import Heartbeat
 from trainer.watch.job_folder import parse_verdict
@@ -78,7 +78,6 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "events.jsonl": lambda folder: Events(folder / "events.jsonl").note("start"),
     "lock": lambda folder: locked(folder, "job").__enter__(),
     "steps.jsonl": lambda folder: _append(folder / "steps.jsonl", {}),
-    "epochs.jsonl": lambda folder: _keep(folder / "epochs.jsonl", lambda line: True),
 }
 
 
@@ -125,7 +124,3 @@ def test_a_chunk_is_of_numbers(kind: str) -> None:
 def test_a_record_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_bytes(b"\xff")
     assert _checkpoints_of(tmp_path) is None
-    lines = b'\xff\n[]\n{"step": "a"}\n{"step": 1}\n'
-    (tmp_path / "steps.jsonl").write_bytes(lines + b'{"step": 2}\n{"st')
-    _keep(tmp_path / "steps.jsonl", lambda line: line["step"] <= 1)
-    assert (tmp_path / "steps.jsonl").read_bytes() == lines

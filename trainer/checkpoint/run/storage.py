@@ -1,10 +1,10 @@
-"""Storage: which ranks write a checkpoint, where the newest one is, and how every host gets it.
+"""Storage: which ranks write a checkpoint, where the newest is, and how every host gets it.
 
 The first rank of each host writes to its host's disk, unless another host that has the same folder, on a shared file
 system, does so already. So the loss of a host loses no checkpoint, whatever the hosts share. Nothing has to be sent
 while the training runs, because every rank holds the same weights. And what each host writes is complete, so that
-committing needs no agreement between hosts. At start, all ranks agree on the newest, and one that has it broadcasts it
-to the hosts that do not.
+committing needs no agreement between hosts. At start, all ranks agree on the newest, and a rank that has it broadcasts
+it to the hosts that do not.
 
 Where ranks hold parts of the weights and share one folder, each of them may write its part.
 """
@@ -16,14 +16,14 @@ import io
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer.checkpoint.disk.commit import commit, prune, remove_partial
-from trainer.checkpoint.disk.committed import MANIFEST, Committed, find, load, newest, order_of
+from trainer.checkpoint.disk.commit import OthersFailedError, commit, prune, remove_partial
+from trainer.checkpoint.disk.committed import MANIFEST, Committed, Order, find, load, newest, order_of
 from trainer.checkpoint.disk.durable import FileEntry
 from trainer.checkpoint.disk.lock import lock_folder
 from trainer.checkpoint.disk.state_files import part_name
@@ -39,15 +39,40 @@ def load_run(path: Path) -> Committed:
     """Load a checkpoint that others may have written; raise `DataError` if it is damaged or lacks a run's facts."""
     checkpoint = load(path)
     match dict(checkpoint.facts):
-        case {"resume": str(), "complete": bool(), "written": str(time), "best": best} if time.isprintable():
-            match best:
-                case None | [int() | float(), str()] if best is None or order_of(best[1]):  # a folder beside this one
-                    return checkpoint
-    raise DataError(f"checkpoint {path}: {MANIFEST} has no valid resume, complete, written and best among its facts")
+        case {"written": str(time), "best": None} if time.isprintable():
+            return checkpoint
+        case {"written": str(time), "best": [int() | float(), str(name)]} if time.isprintable() and order_of(name):
+            return checkpoint  # the best is a folder beside this one
+    raise DataError(f"checkpoint {path}: {MANIFEST} has no valid written and best among its facts")
+
+
+def gather_problem(strategy: Strategy, error: TrainerError | None) -> TrainerError | None:
+    """Return on every rank what has failed on any of them, or None. Collective.
+
+    Of several errors, this is the lowest rank's: of a user's mistake, or else of a rank that has not just waited for
+    another in vain.
+    """
+    world, rank_of_kind = strategy.world, 1 - isinstance(error, ConfigError) + isinstance(error, OthersFailedError)
+    here = (rank_of_kind, name_rank(str(error), world.rank, world.size, world.host)) if error else None
+    found = [told for told in strategy.all_gather_object(here) if told]
+    kind, text = min(found, key=lambda told: told[0], default=(0, ""))
+    return (TrainerError if kind else ConfigError)(text) if found else None
+
+
+@contextmanager
+def together(strategy: Strategy) -> Iterator[None]:
+    """Raise an error of this context's on one rank on every rank. Collective."""
+    error: TrainerError | None = None
+    try:
+        yield
+    except TrainerError as caught:
+        error = caught
+    if problem := gather_problem(strategy, error):
+        raise problem
 
 
 class Storage:
-    """The checkpoints' folder, as the ranks of this job see it. Its methods are collective, except `close`.
+    """The checkpoints' folder, as the ranks of this job see it. Making it and `find_start` are collective.
 
     Args:
         folder: the same path on every host; made where it is missing.
@@ -64,7 +89,7 @@ class Storage:
         is_first_of_host = self._world.local_rank == 0
         # Rank 0 first, so that it writes wherever the folder is shared with its host.
         for is_asked in (self._world.is_root, is_first_of_host and not self._world.is_root):
-            with self._together():
+            with together(strategy):
                 if is_asked:
                     self._lock = lock_folder(folder, job)
         self.is_writer = self._lock is not None
@@ -80,93 +105,54 @@ class Storage:
         """The file that this rank writes its part into, or ""."""
         self.writes = self.is_writer or bool(self.parts)
         """Whether this rank writes a file of each checkpoint."""
-        self.damaged: list[Path] = []
-        """Checkpoints in this rank's folder that were passed over."""
+        self.attempt = 1
+        """Number of this start of the training; known after `find_start`."""
+        self._start: Order = (0, 0, 0)
 
-    def find_start(self, resume: str | Path) -> tuple[Committed | None, int]:
-        """Return the checkpoint that a run goes on from, where this rank can read it, or None; and this start's number.
+    def find_start(self) -> Committed | None:
+        """Return the newest checkpoint that any host has, where this rank can read it, or None.
 
-        Args:
-            resume: as in `CheckpointConfig`.
+        A damaged checkpoint is named in a warning, and passed over.
 
         Raises:
-            ConfigError: the one that is named is damaged or not there, or the run is to start anew in a folder that is
-                not empty; or the newest is of a later format.
+            ConfigError: the newest is of a later format.
             TrainerError: a host cannot keep a copy, or read what it has now. All are raised on every rank.
         """
-        with self._together():
-            orders = [order_of(path.name) for path in find(self.folder)] if self.is_writer else []
-        attempt = max(self._strategy.all_gather_object(max((order[0] for order in orders if order), default=0)))
-        if resume == "none":
-            if attempt:
-                raise ConfigError(
-                    f"the folder {self.folder} holds checkpoints, and resume is 'none'; valid is 'auto', which goes on "
-                    "from the newest, or another folder"
-                )
-            return None, 1
-        here = self._find_newest()
-        found = self._strategy.all_gather_object(here)
-        chosen = max(filter(None, found), key=lambda checkpoint: checkpoint.order, default=None)
-        # The one that is named is where the first start begins; a later start of the same command goes on.
-        if resume != "auto" and (chosen is None or chosen.facts["resume"] != str(resume)):
-            chosen = self._take_named(Path(resume))
-        elif chosen is not None:
-            chosen = self._spread(chosen, found.index(chosen), here)
-        return chosen, max(attempt, chosen.order[0] if chosen else 0) + 1
+        here, attempt = None, 0
+        with together(self._strategy):
+            if self.is_writer:
+                attempt = max((order[0] for path in find(self.folder) if (order := order_of(path.name))), default=0)
+                here = newest(self.folder, self._warn, load_run)
+        found, attempts = zip(*self._strategy.all_gather_object((here, attempt)), strict=True)
+        chosen: Committed | None = max(filter(None, found), key=lambda checkpoint: checkpoint.order, default=None)
+        self.attempt = max(attempts) + 1
+        if chosen is None:
+            return None
+        self.attempt, self._start = max(self.attempt, chosen.order[0] + 1), chosen.order
+        lacks = self.is_writer and (here is None or here.files != chosen.files)
+        if any(self._strategy.all_gather_object(lacks)):
+            chunks = self._broadcast(chosen, found.index(chosen))
+            with together(self._strategy):
+                try:
+                    if lacks:
+                        self._receive(chosen, chunks, here)
+                finally:
+                    for _ in chunks:  # each rank takes part in all broadcasts, also a rank that could not write
+                        pass
+        return replace(chosen, path=self.folder / chosen.name)
+
+    def valid_paths(self) -> list[Path]:
+        """Return the checkpoints of this start, and those up to the one that it goes on from, newest first.
+
+        Those between were found to be damaged. Not collective: each rank looks at its host's disk.
+        """
+        orders = ((order_of(path.name), path) for path in find(self.folder))
+        return [path for order, path in orders if order and (order[0] >= self.attempt or order <= self._start)]
 
     def close(self) -> None:
         """Let another job use the folder."""
         if self._lock is not None:
             self._lock.close()
-
-    def _find_newest(self) -> Committed | None:
-        """Return the newest valid checkpoint in the folder, on its writer; a damaged one is named in a warning."""
-        with self._together():
-            if not self.is_writer:
-                return None
-            paths = find(self.folder)
-            here = newest(self.folder, self._warn, load_run)
-            self.damaged = paths[: paths.index(here.path)] if here else paths
-            return here
-
-    def _take_named(self, path: Path) -> Committed:
-        """Return the checkpoint at a path of rank 0's host: there if all hosts have it there, else in the folder."""
-        here, is_first_of_host = None, self._world.local_rank == 0
-        with self._together():
-            try:
-                here = load_run(path) if is_first_of_host else None
-            except TrainerError as error:
-                if self._world.is_root:
-                    valid = "valid are auto, none, and the path of a checkpoint"
-                    raise ConfigError(f"resume is {str(path)!r}, and {error}; {valid}") from None
-        chosen: Committed = self._strategy.broadcast_object(here)
-        lacks = is_first_of_host and (here is None or here.files != chosen.files)
-        if not any(self._strategy.all_gather_object(lacks)):
-            return replace(chosen, path=path)
-        here = None
-        with self._together(), suppress(DataError):
-            here = load(self.folder / chosen.name) if self.is_writer else None
-            if here is not None and here.files != chosen.files:
-                raise ConfigError(f"{path} and {here.path} are two checkpoints of one name; give another folder")
-        return self._spread(chosen, 0, here)
-
-    def _spread(self, chosen: Committed, owner: int, here: Committed | None) -> Committed:
-        """Return a checkpoint as it is in the folder, once rank `owner` has broadcast it to the hosts that lack it.
-
-        Args:
-            here: a checkpoint that this rank has in the folder, this one or another.
-        """
-        lacks = self.is_writer and (here is None or here.files != chosen.files)
-        if any(self._strategy.all_gather_object(lacks)):
-            chunks = self._broadcast(chosen, owner)
-            with self._together():
-                try:
-                    if lacks:
-                        self._receive(chosen, chunks, here)
-                finally:
-                    for _ in chunks:  # each rank takes part in all broadcasts, also one that could not write
-                        pass
-        return replace(chosen, path=self.folder / chosen.name)
 
     def _broadcast(self, chosen: Committed, owner: int) -> Iterator[bytes]:
         """Yield each file of rank `owner`'s checkpoint in chunks, and an empty chunk at its end."""
@@ -185,20 +171,6 @@ class Storage:
             prune(self.folder, [path for path in find(self.folder) if path != here.path])
         files = {name: partial(_write, chunks, entry) for name, entry in chosen.files.items()}
         commit(self.folder, chosen.name, files, chosen.facts)
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Raise an error of this context's on one rank on every rank: a user's mistake, or else the first rank's."""
-        error: TrainerError | None = None
-        try:
-            yield
-        except TrainerError as caught:
-            error = caught
-        named = name_rank(str(error), self._world.rank, self._world.size, self._world.host)
-        found = self._strategy.all_gather_object((not isinstance(error, ConfigError), named) if error else None)
-        is_no_mistake, text = min(filter(None, found), key=lambda told: told[0], default=(True, ""))
-        if text:
-            raise (TrainerError if is_no_mistake else ConfigError)(text)
 
     def _warn(self, problem: str) -> None:
         print_line(f"trainer: WARNING: on host {self._world.host}: {problem}", sys.stderr)
