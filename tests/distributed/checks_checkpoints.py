@@ -219,7 +219,7 @@ def check_a_checkpoint_that_cannot_be_written_ends_the_training_where_that_is_as
             training = Training(strategy)
             checkpoints = training.checkpoints(folder / on_error, every_updates=2, on_error=on_error)
             if (folder / on_error).exists() and strategy.world.is_root:
-                checkpoints._saver.error = TrainerError("the disk is full")
+                checkpoints._storage.error = TrainerError("the disk is full")
             if on_error == "continue":
                 training.train()
             else:

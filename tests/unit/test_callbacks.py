@@ -74,10 +74,3 @@ def test_callbacks_are_called_in_their_order_with_what_fit_returns() -> None:
         )
         for name in ("a", "b")
     ]
-
-
-def test_a_progress_event_has_the_number_of_samples_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.fit.trainer._PROGRESS_INTERVAL_S", 0.0)
-    events: list[tuple[str, str, Any]] = []
-    make(callbacks=[EventLog("a", events)]).fit(blobs(25), epochs=1)
-    assert [fact for _, event, fact in events if event == "progress"] == [10, 20, 25]

@@ -42,7 +42,7 @@ def test_every_so_many_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         for inputs, _ in loader:
             now += 4
             step(run, model, optimizer, inputs)
-            checkpoints._saver.wait()  # one that is being written postpones the next
+            checkpoints._storage.wait()  # one that is being written postpones the next
     assert [updates for _, updates, _ in saved(tmp_path)] == [3, 6, 9, 10]
 
 
@@ -117,7 +117,7 @@ def test_a_disk_that_fills_up_leaves_the_training_and_earlier_checkpoints(
         for inputs, _ in loader:
             step(run, model, optimizer, inputs)
             if checkpoints.updates == 3:
-                checkpoints._saver.wait()
+                checkpoints._storage.wait()
                 full(monkeypatch)
     assert [updates for _, updates, _ in saved(tmp_path)] == [1, 2, 3]
     monkeypatch.undo()
@@ -179,7 +179,7 @@ def test_what_is_to_be_kept_has_to_be_there(tmp_path: Path) -> None:
 
 def test_the_best_and_the_newest_are_those_that_are_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def places(checkpoints: Checkpoints) -> list[int]:
-        checkpoints._saver.wait()
+        checkpoints._storage.wait()
         paths = (checkpoints.newest_path, checkpoints.best_path)
         return [load(path).facts["updates"] if path is not None else 0 for path in paths]
 
@@ -201,24 +201,13 @@ def test_the_best_and_the_newest_are_those_that_are_committed(tmp_path: Path, mo
     assert committed == [[0, 0], [3, 3], [6, 6], [9, 6], [9, 6], [12, 12], [12, 12]]
 
 
-def test_a_pass_before_the_training_takes_nothing_away(tmp_path: Path) -> None:
-    run, model, optimizer, _ = start(tmp_path, every_updates=1, keep=9)
-    loader = run.loader(numbered(6), 2)
-    assert sum(len(inputs) for inputs, _ in loader) == 6  # for a mean, say
-    loader.epoch = 0
-    for _ in run.epochs(1):
-        for inputs, _ in loader:
-            step(run, model, optimizer, inputs)
-    assert saved(tmp_path) == [(0, 1, [2]), (0, 2, [4]), (0, 3, [6]), (1, 3, [0])]
-
-
 def test_an_old_one_that_cannot_be_removed_takes_nothing_from_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:
         raise TrainerError("old checkpoints cannot be removed: Directory not empty")
 
-    monkeypatch.setattr("trainer.checkpoint.run.saver.prune", refuse)
+    monkeypatch.setattr("trainer.checkpoint.run.storage.prune", refuse)
     run, model, optimizer, _ = start(tmp_path, every_updates=1, keep=1, on_error="stop")
     train(run, model, optimizer, epochs=1)
     assert len(saved(tmp_path)) == 4

@@ -95,16 +95,6 @@ def test_two_loaders_at_once_go_on_where_both_stopped(tmp_path: Path) -> None:
     assert seen == [([0, 1], [0, 1, 2]), ([2, 3], [3, 4, 5]), ([4, 5], [6, 7, 8])] * 2
 
 
-def test_plain_pytorch_reads_the_models(tmp_path: Path) -> None:
-    run, model, optimizer, _ = start(tmp_path)
-    train(run, model, optimizer)
-    made[-1]._saver.wait()
-    state = torch.load(find(tmp_path)[0] / "state.pt", weights_only=True)
-    plain = nn.Linear(2, 1)
-    plain.load_state_dict(state["models"][0])
-    assert torch.equal(plain.weight, run.unwrap(model).weight)  # type: ignore[arg-type]
-
-
 def test_a_loader_that_is_made_in_each_epoch_goes_on(tmp_path: Path) -> None:
     seen: list[list[int]] = []
 
@@ -167,22 +157,6 @@ def test_two_loops_in_an_epoch_go_on_in_the_second(tmp_path: Path) -> None:
         made.pop().close()
     go_over(-1)
     assert seen == expected
-
-
-def test_a_save_after_the_loop_does_not_bring_the_epoch_back(tmp_path: Path) -> None:
-    steps = 0
-    for expected in (3, 6):
-        run, model, optimizer, checkpoints = start(tmp_path, every_updates=100)
-        loader = run.loader(numbered(6), 2)
-        for _ in run.epochs(2):
-            for inputs, _ in loader:
-                step(run, model, optimizer, inputs)
-                steps += 1
-            checkpoints.save()
-            if steps == expected:
-                break
-        made.pop().close()
-        assert steps == expected
 
 
 def test_a_record_goes_on(tmp_path: Path) -> None:

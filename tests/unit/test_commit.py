@@ -182,15 +182,6 @@ def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, monkeypatch: pytest
     save(tmp_path, 2)
 
 
-@pytest.mark.parametrize("failed", range(6))
-def test_a_sync_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: int) -> None:
-    earlier = save(tmp_path, 1)
-    failing_at(monkeypatch, "fsync", failed, errno.EIO)  # four files, the partial folder, its parent
-    with pytest.raises(TrainerError, match=r"cannot be written: \S+: Input/output error$"):
-        save(tmp_path, 2)
-    assert names(tmp_path) == [earlier.name]
-
-
 @pytest.mark.parametrize("share", [0.3, 0.0])
 def test_short_writes_are_completed_or_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     write, calls = os.write, list[int]()
@@ -214,20 +205,6 @@ def test_a_file_that_is_shorter_than_what_was_written(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:-1]) + 1)
     with pytest.raises(TrainerError, match=r"weights\.pt: it has 2,999,999 bytes after 3,000,000 were written$"):
         save(tmp_path, 1)
-
-
-def test_an_interrupted_removal_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    older, newer = save(tmp_path, 1), save(tmp_path, 2)
-    with monkeypatch.context() as broken:
-        failing_at(broken, "unlink", 1, errno.EIO)
-        with pytest.raises(TrainerError, match=r"^old checkpoints in \S+ cannot be removed: Input/output error$"):
-            prune(tmp_path, [newer])
-    assert find(tmp_path) == [newer]
-    assert len(names(tmp_path)) == 2
-    save(tmp_path, 1)
-    prune(tmp_path, [newer])  # the same name again
-    assert names(tmp_path) == [newer.name]
-    assert not older.exists()
 
 
 def test_a_full_disk_is_the_error_that_pytorch_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,15 +85,6 @@ def test_progress_yields_the_loaders_batches_and_shows_epoch_samples_and_time_le
     ]
 
 
-def test_a_loop_that_is_left_early_leaves_no_bar(shown: list[Any]) -> None:
-    run = init("single")
-    for number, _ in enumerate(run.progress(run.loader(data(50), 10))):
-        if number == 3:
-            break
-    assert shown[-1] == ("cleared",)
-    assert run.sync_gradients
-
-
 @pytest.mark.filterwarnings("error")
 def test_a_record_has_settings_and_a_line_for_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])

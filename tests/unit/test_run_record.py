@@ -87,14 +87,6 @@ def test_steps_have_a_line_each_with_the_seconds_since_the_start(
     ]
 
 
-def test_only_rank_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    record = RunRecord("auto")
-    leave_record(record, context_on(rank=1))
-    assert names(tmp_path) == []
-    assert record.folder == Path("runs/of-rank-0")
-
-
 def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     leave_record(RunRecord(tmp_path), context_on())
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -144,13 +136,3 @@ def test_auto_makes_a_folder_named_like_the_script(tmp_path: Path, monkeypatch: 
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("train-2")
     assert names(folder) == FILES
-
-
-def test_two_runs_that_start_in_the_same_second_keep_their_own_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("time.strftime", lambda _: "20260102-030405")
-    for number in (1, 2):
-        leave_record(RunRecord("auto"), context_on())
-        assert len(names(tmp_path / "runs")) == number

@@ -14,7 +14,6 @@ from torch import nn
 
 from trainer import TrainerError
 from trainer.checkpoint.run.snapshot import Snapshot
-from trainer.loop.random_numbers import random_state, set_random_state
 
 CPU = torch.device("cpu")
 
@@ -85,12 +84,3 @@ def test_what_cannot_be_loaded_as_data_is_named(value: object) -> None:
     kind = type(value).__name__
     with pytest.raises(TrainerError, match=rf"^objects\.schedule\.last of the checkpoint's state is a {kind}, which"):
         Snapshot().copy({"objects": {"schedule": {"last": value}}})
-
-
-def test_random_numbers_go_on() -> None:
-    import random
-
-    state = loaded(Snapshot().copy(random_state(CPU)))
-    drawn = (random.random(), np.random.rand(), torch.rand(2).tolist())
-    set_random_state(state, CPU)
-    assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == drawn

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from tests.unit.blobs import blobs, fitted, make, network, weights
-from tests.unit.test_loader import Endless, Pairs
+from tests.unit.test_loader import Endless
 from trainer import (
     Callback,
     ConfigError,
@@ -93,19 +93,6 @@ def test_half_precision_trains_like_full_precision_about_as_well(precision: str,
     half = make(network(torch.float32), loss, precision=precision, **extra).fit(data, data, epochs=3)
     assert kinds == {torch.bfloat16 if precision == "bf16" else torch.float16}
     assert half[-1].train_loss == pytest.approx(full[-1].train_loss, rel=0.05)
-
-
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_convolutions_of_one_channel_compute_in_the_order_that_was_asked_for(channels_last: bool) -> None:
-    """Images of one channel are in both orders at once, so that the weights decide."""
-    kept: list[bool] = []
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 2), nn.Flatten())
-    model[1].register_forward_hook(
-        lambda _, inputs, __: kept.append(inputs[0].is_contiguous(memory_format=torch.channels_last))
-    )
-    data = InMemory(torch.randn(6, 1, 5, 5), torch.zeros(6, dtype=torch.int64))
-    make(model, channels_last=channels_last).fit(data, data, epochs=1)
-    assert set(kept) == {channels_last}
 
 
 def test_a_loss_that_is_no_number_ends_training_and_names_the_epoch() -> None:
@@ -190,10 +177,3 @@ def test_the_same_seed_gives_the_same_weights_bit_by_bit_and_another_seed_others
 
     assert torch.equal(run(5), run(5))
     assert not torch.equal(run(5), run(6))
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_dataloader_dataset_gives_the_same_weights_as_the_same_data_in_memory(dropout: float) -> None:
-    data = blobs(35)
-    loaded = fitted(Pairs(data.inputs, data.targets), model=network(dropout=dropout))
-    assert torch.equal(loaded, fitted(data, model=network(dropout=dropout)))

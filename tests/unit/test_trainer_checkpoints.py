@@ -129,12 +129,6 @@ def test_it_goes_on_with_the_loss_scale_of_fp16(tmp_path: Path) -> None:
     assert whole.trainer._scaler.get_scale() > 65536.0
 
 
-def test_more_epochs_go_on_from_the_end(tmp_path: Path) -> None:
-    Fit(tmp_path).run()
-    again = Fit(tmp_path)
-    assert [record.epoch for record in again.trainer.fit(blobs(100), blobs(30), epochs=5)] == [1, 2, 3, 4, 5]
-
-
 def test_the_record_goes_on_in_its_folder(tmp_path: Path) -> None:
     output = tmp_path / "record"
     interrupt(tmp_path / "checkpoints", 9, output=output)  # with points after the newest checkpoint

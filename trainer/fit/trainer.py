@@ -96,7 +96,7 @@ class Trainer:
         if self.config.channels_last and not self.strategy.shards:  # shards are rows, and rows want NCHW
             to_channels_last(model, optimizer)
         self._forward, self.optimizer = self.run.prepare(model, optimizer)
-        self._checkpoint, self._has_fitted = checkpoint, False
+        self._checkpoint = checkpoint
         self._scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.config.precision == "fp16")
         self.checkpoints: Checkpoints | None = None
         """The checkpoints of the fit, once it has begun; None without `checkpoint`."""
@@ -150,15 +150,12 @@ class Trainer:
     def _make_checkpoints(self, *, has_validation: bool) -> Checkpoints | None:
         if self._checkpoint is None:
             return None
-        if self._has_fitted:
+        if self.checkpoints is not None:
             raise ConfigError("checkpoints belong to one fit; make another Trainer, with a folder of its own")
-        self._has_fitted = True
         metrics = ("loss", *self.metrics) if has_validation else ()
         if self._checkpoint.best is not None and self._checkpoint.metric not in metrics:
-            raise ConfigError(
-                f"checkpoints are to be compared by {self._checkpoint.metric!r}; valid are the validation's metrics, "
-                f"{', '.join(metrics) or 'of which there are none without a validation'}"
-            )
+            valid = ", ".join(metrics) or "none without a validation"
+            raise ConfigError(f"checkpoints are to be compared by {self._checkpoint.metric!r}; valid are {valid}")
         users = self._users_schedule
         kept: dict[str, Any] = {"fit": self._state, "learning rate": users.scheduler if users else self._learning_rate}
         if self._scaler.is_enabled():
@@ -281,13 +278,9 @@ class Trainer:
         every, update = self.config.log_every_updates, self._state.updates
         if not every or (update % every and loader.taken < loader.epoch_samples):
             return
-        record = UpdateRecord(
-            update=update,
-            epoch=epoch,
-            samples=(epoch - 1) * loader.epoch_samples + loader.taken,
-            loss=self._finite(self._state.local_loss_since_last(), epoch, loader.taken),
-            learning_rate=self._state.learning_rate,
-        )
+        samples, rate = (epoch - 1) * loader.epoch_samples + loader.taken, self._state.learning_rate
+        loss = self._finite(self._state.local_loss_since_last(), epoch, loader.taken)
+        record = UpdateRecord(update=update, epoch=epoch, samples=samples, loss=loss, learning_rate=rate)
         self._notify("on_update", record)
 
     def _finite(self, loss: float, epoch: int, samples: int) -> float:

@@ -128,16 +128,14 @@ class LoopReport:
 
     def _describe(self, loader: Loader, done: int, rate: float, now: float) -> tuple[str, list[str]]:
         """Return a name for this pass over a loader, and the time left in words: of all epochs if they are counted."""
-        samples, epochs = loader.epoch_samples, range(0)
+        samples, is_counted = loader.epoch_samples, loader.training and loader.epoch - 1 in self._epochs
         name = f"epoch {loader.epoch}" if loader.training else "evaluation"
-        if loader.training and loader.epoch - 1 in self._epochs:
-            epochs = self._epochs
-            name += f"/{epochs.stop}"
+        name += f"/{self._epochs.stop}" * is_counted
         if samples is None:
             return name, []
-        if epochs:  # with what happens between them, such as an evaluation
-            trained = (loader.epoch - 1) * samples + done
-            return name, [time_left(now - self._began, trained - self._before, epochs.stop * samples - trained)]
+        if is_counted:  # with what happens between them, such as an evaluation
+            trained, of_all = (loader.epoch - 1) * samples + done, self._epochs.stop * samples
+            return name, [time_left(now - self._began, trained - self._before, of_all - trained)]
         return name, [time_left(1.0, rate, samples - done)]
 
 

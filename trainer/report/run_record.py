@@ -134,8 +134,7 @@ def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _new_folder() -> Path:
-    script = Path(sys.argv[0]).stem or "run"
-    name = f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{Path(sys.argv[0]).stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
 

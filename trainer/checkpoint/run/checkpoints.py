@@ -8,11 +8,11 @@ waits for a signal.
    the disk what has failed, so that all of them raise it.
 2. `Storage.find_start` gathers what each writer has found as its newest checkpoint. All choose the same one, and gather
    whether a writer lacks it. If so, a rank that has it broadcasts its files in chunks. Then each rank reads the files
-   alone. If there is no checkpoint, `Saver.copy` copies the state as in 4.
+   alone. If there is no checkpoint, `Storage.copy` copies the state as in 4.
 3. After the same updates, about twice a second, and at the end of each epoch, `FlagReduction` sums who has had a
    signal, whether it is time, who is writing, and who could not. At the end of an epoch, rank 0 broadcasts the score
    before.
-4. If a checkpoint is due, `Contents.state` calls each `state_dict`, which may be collective. `Saver.copy` gathers
+4. If a checkpoint is due, `Contents.state` calls each `state_dict`, which may be collective. `Storage.copy` gathers
    sharded tensors, unless the ranks write parts. Then the ranks gather the random states.
 5. If a rank could not write, and after each save that is waited for, they gather why.
 """
@@ -32,7 +32,6 @@ from trainer.checkpoint.disk.committed import name_of
 from trainer.checkpoint.run.contents import Contents
 from trainer.checkpoint.run.positions import Positions
 from trainer.checkpoint.run.preemption import Preemption
-from trainer.checkpoint.run.saver import Saver
 from trainer.checkpoint.run.storage import Storage, gather_problem
 from trainer.cluster import exit_codes
 from trainer.cluster.output import print_line
@@ -78,9 +77,8 @@ class Checkpoints:
         try:
             checkpoint = self._storage.find_start()
             resumed = self.resumed = contents.resume(checkpoint, strategy) if checkpoint else None
-            self._saver = Saver(self._storage)
             if resumed is None:  # what cannot be saved is told before the first step
-                self._saver.copy(contents.state())
+                self._storage.copy(contents.state())
         except BaseException:
             self._storage.close()
             raise
@@ -88,10 +86,9 @@ class Checkpoints:
         self.updates, self.epoch = (resumed.updates, resumed.epoch) if resumed else (0, 0)
         self._saved = (self.epoch, self.updates) if resumed else None
         """Epoch and update where the run was saved last."""
-        self._start = self.updates
         self.stalls_s: list[float] = []
         """Seconds for which each checkpoint has kept this rank from training."""
-        self.writes_s = self._saver.seconds
+        self.writes_s = self._storage.seconds
         """Seconds that each commit took in the background, on a rank that writes."""
         self._positions = Positions(resumed.positions if resumed else (), resumed.saved_in if resumed else None)
         self._flags = FlagReduction(strategy, self.updates)
@@ -224,9 +221,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for writes in progress, restore the signals' handlers, and release the folder."""
-        self._saver.close()
-        self.preemption.close()
         self._storage.close()
+        self.preemption.close()
 
     def _after_epoch(self) -> None:
         if self.config.best is not None:  # rank 0's counts: the ranks' may differ
@@ -246,8 +242,8 @@ class Checkpoints:
         flags = [
             self.preemption.received is not None,
             is_time and self._world.is_root,
-            self._saver.is_busy,
-            self._saver.error is not None,
+            self._storage.is_busy,
+            self._storage.error is not None,
         ]
         stopping, due, busy, failed = self._flags.add_up(self.updates, flags)
         if failed:
@@ -261,7 +257,9 @@ class Checkpoints:
         if not self._is_stopping:
             self._save()
             return
-        problem = self._save_now() if (self.epoch, self.updates) != self._saved else self._wait()
+        if (self.epoch, self.updates) != self._saved:
+            self._save()
+        problem = self._take_problem()
         if self._world.is_root:
             which = self.preemption.received.name if self.preemption.received else "a signal on another rank"
             print_line(f"trainer: {which}: {problem or 'saved; start again to go on'}", sys.stderr)
@@ -288,10 +286,10 @@ class Checkpoints:
             self._attempt += 1  # another name, for what the script has changed since
         order = (self._attempt, *place)
         with span(CHECKPOINT):
-            self._saver.wait()
+            self._storage.wait()
             positions = self._positions.state()
             counts = {"epoch": self.epoch, "updates": self.updates}
-            self._saver.copy({**self._contents.state(), **counts, **positions}, order)
+            self._storage.copy({**self._contents.state(), **counts, **positions}, order)
             # After the copy, because this waits for the slowest rank.
             random = self._strategy.all_gather_object(random_state(self._world.device))
             self._saved, self._best_before = place, self._best
@@ -305,26 +303,21 @@ class Checkpoints:
                 "best": self._best,
                 "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }
-            self._saver.commit(order, random, facts, self.config.keep)
+            self._storage.commit(order, random, facts, self.config.keep)
         self._saved_at = time.monotonic()
         self.stalls_s.append(self._saved_at - started)
 
     def _save_now(self) -> str:
         """Save, and wait until it is written; return what failed on any rank, or "". Collective."""
         self._save()
-        return self._wait()
-
-    def _wait(self) -> str:
-        self._saver.wait()
         return self._take_problem()
 
     def _take_problem(self) -> str:
-        """Return why a rank could not write, and count the last checkpoint as not saved then; else "". Collective."""
-        if self._storage.parts:
-            self._saver.wait()  # for the rank that knows the reason; all of them give up soon
-        if (problem := gather_problem(self._strategy, self._saver.error)) is None:
+        """Wait until all is written. If a rank could not, count it as not saved and return why; else "". Collective."""
+        self._storage.wait()
+        if (problem := gather_problem(self._strategy, self._storage.error)) is None:
             return ""
-        self._saver.error, self._saved, self._best = None, None, self._best_before
+        self._storage.error, self._saved, self._best = None, None, self._best_before
         return str(problem)
 
     def _restore_random_state(self) -> None:
@@ -335,8 +328,9 @@ class Checkpoints:
 
     def _is_saved(self) -> bool:
         """Return whether this rank has written all updates, as in an evaluation after the end of the training."""
-        written = (0, self._start, self._saver.written[2] if self._saver.written else 0)
-        is_written = self._storage.is_writer and not self._saver.is_busy and self.updates in written
+        is_written = (
+            self._storage.is_writer and not self._storage.is_busy and self.updates in (0, self._storage.written[2])
+        )
         return self._is_ending or (self._positions.first is None and is_written)
 
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.checkpoint.disk.committed import Committed
 from trainer.checkpoint.disk.state_files import read_state
-from trainer.checkpoint.run.differences import class_of, differences, settings_from
 from trainer.cluster.output import print_line
 from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError
+from trainer.loop.consistency import is_plain
 from trainer.loop.lr_schedule import LearningRate, UsersSchedule
 from trainer.loop.prepared import Prepared
 from trainer.models.memory_format import align_state
-from trainer.models.sharded import shard_as, shard_optimizer_state
+from trainer.models.sharded import Scattered, shard_as, shard_optimizer_state
 from trainer.strategies.base import Strategy
+
+# Schedulers change the last of them while they train.
+_NOT_THE_SCRIPTS = ("params", "param_names", "lr", "initial_lr", "momentum", "betas", "max_lr", "min_lr")
 
 
 @dataclass
@@ -92,7 +97,7 @@ class Contents:
             "objects": {
                 name: value if type(value) is dict else value.state_dict() for name, value in self.objects.items()
             },
-            "kinds": {name: {"class": class_of(value)} for name, value in self.objects.items()},
+            "kinds": {name: {"class": _class_of(value)} for name, value in self.objects.items()},
         }
 
     def resume(self, checkpoint: Committed, strategy: Strategy) -> Resumed:
@@ -106,7 +111,7 @@ class Contents:
         if saved.get("scaler") is not None:  # the scale under fp16, which earlier versions kept apart
             saved["objects"].setdefault("scaler", saved["scaler"])
         here = self._state()
-        if problems := differences(here, saved):
+        if problems := _differences(here, saved):
             raise ConfigError(
                 f"checkpoint {checkpoint.path.name} does not fit this run: {'; '.join(problems)}; give another folder, "
                 "or restore what it was made with"
@@ -114,7 +119,7 @@ class Contents:
         # Under `Trainer`'s own schedule, the script's learning rate counts.
         has_own_rate = any(isinstance(value, LearningRate) for value in self.objects.values())
         pairs = zip(saved["optimizers"], here["optimizers"], strict=True)
-        kept = [text for there, mine in pairs for text in settings_from(there["state"], mine["state"])]
+        kept = [text for there, mine in pairs for text in _settings_from(there["state"], mine["state"])]
         kept = [text for text in kept if not (has_own_rate and text.split(" ")[0] == "lr")]
         self._load(saved)
         position = shard_as({name: saved[name] for name in ("epoch", "updates", "loaders", "saved_in", "random")}, None)
@@ -152,3 +157,65 @@ class Contents:
                 raise ConfigError(
                     f"state {name!r} of the checkpoint does not fit this {type(value).__name__}: {reason}"
                 ) from None
+
+
+def _settings_from(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings that an optimizer's state has from a checkpoint, and otherwise from the script."""
+    for number, (saved, group) in enumerate(zip(there["param_groups"], here["param_groups"], strict=True)):
+        where = f" of group {number}" * (len(here["param_groups"]) > 1)
+        # A scheduler that has been made has set its first learning rate.
+        names = ["initial_lr" if "initial_lr" in group else "lr", *sorted(set(group) - set(_NOT_THE_SCRIPTS))]
+        for name in names:
+            if is_plain(group[name]) and is_plain(saved.get(name)) and saved.get(name, group[name]) != group[name]:
+                yield f"{name.removeprefix('initial_')}{where} = {saved[name]} (script: {group[name]})"
+
+
+def _class_of(value: Any) -> str:
+    """Return a state object's class, and those of schedulers within it: each loads the state of any other."""
+    inner = " and ".join(map(_class_of, getattr(value, "_schedulers", ()) if isinstance(value, LRScheduler) else ()))
+    return f"{type(value).__name__} of {inner}" if inner else type(value).__name__
+
+
+def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Return in words what keeps a checkpoint's contents from being loaded, compared with those of a run."""
+    problems: list[str] = []
+    for kind, find in (("models", _model_differences), ("optimizers", _optimizer_differences)):
+        if len(here[kind]) != len(there[kind]):
+            problems.append(f"it has {len(there[kind])} {kind}, and {len(here[kind])} were prepared")
+        for number, pair in enumerate(zip(here[kind], there[kind], strict=False)):
+            where = f" ({kind[:-1]} {number})" * (len(here[kind]) > 1)
+            problems += [problem + where for problem in find(*pair)]
+    for name in sorted(set(here["objects"]) ^ set(there["objects"])):
+        problems.append(f"it has {'no' if name in here['objects'] else 'a'} state {name!r}")
+    for name in sorted(set(here["kinds"]) & set(there["kinds"])):
+        mine, its = here["kinds"][name]["class"], there["kinds"][name]["class"]
+        if mine != its:
+            problems.append(f"state {name!r} is a {its} there and a {mine} here")
+    return problems
+
+
+def _model_differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
+    if missing := [name for name in here if name not in there]:
+        yield f"it lacks {_first(missing)}"
+    if unknown := [name for name in there if name not in here]:
+        yield f"it has {_first(unknown)}, which the model does not have"
+    for name, value in here.items():
+        saved = there.get(name)
+        if not isinstance(value, Tensor) or not isinstance(saved, Tensor | Scattered):
+            continue
+        if value.shape != saved.shape:
+            yield f"{name} has shape {tuple(saved.shape)} there and {tuple(value.shape)} here"
+        elif value.dtype != saved.dtype:
+            yield f"{name} is {saved.dtype} there and {value.dtype} here"
+
+
+def _optimizer_differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
+    groups, others = ([len(group["params"]) for group in one["state"]["param_groups"]] for one in (here, there))
+    if here["class"] != there["class"]:
+        yield f"the optimizer is a {there['class']} there and a {here['class']} here"
+    elif groups != others:
+        yield f"the optimizer has {others} parameters per group there and {groups} here"
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]

@@ -1,4 +1,4 @@
-"""Storage: which ranks write a checkpoint, where the newest is, and how every host gets it.
+"""Storage: which ranks write a checkpoint, where the newest is, how every host gets it, and the thread that writes.
 
 The first rank of each host writes to its host's disk, unless another host that has the same folder, on a shared file
 system, does so already. So the loss of a host loses no checkpoint, whatever the hosts share. Nothing has to be sent
@@ -14,21 +14,27 @@ from __future__ import annotations
 import hashlib
 import io
 import sys
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from trainer.checkpoint.disk.commit import OthersFailedError, commit, prune, remove_partial
-from trainer.checkpoint.disk.committed import MANIFEST, Committed, Order, find, load, newest, order_of
+import torch
+
+from trainer.checkpoint.disk.commit import OthersFailedError, begin, commit, contribute, prune, remove_partial
+from trainer.checkpoint.disk.committed import MANIFEST, Committed, Order, find, load, name_of, newest, order_of
 from trainer.checkpoint.disk.durable import FileEntry
 from trainer.checkpoint.disk.lock import lock_folder
-from trainer.checkpoint.disk.state_files import part_name
+from trainer.checkpoint.disk.state_files import STATE, part_name, read_state
+from trainer.checkpoint.run.snapshot import Snapshot
 from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, DataError, TrainerError, name_rank
+from trainer.models.sharded import take_part
 from trainer.strategies.base import Strategy
 from trainer.untrusted import open_file
 
@@ -72,11 +78,13 @@ def together(strategy: Strategy) -> Iterator[None]:
 
 
 class Storage:
-    """The checkpoints' folder, as the ranks of this job see it. Making it and `find_start` are collective.
+    """The checkpoints' folder, and this rank's part in writing there.
+
+    Making it, `find_start` and `copy` are collective; nothing else is.
 
     Args:
         folder: the same path on every host; made where it is missing.
-        files: one of `trainer.config.CHECKPOINT_FILES`.
+        files: a value of `trainer.config.CHECKPOINT_FILES`.
 
     Raises:
         TrainerError: it cannot be written on some host, or another job uses it; raised on every rank.
@@ -96,18 +104,22 @@ class Storage:
         """Whether this rank writes the copy of its host, or of the hosts that share the folder."""
         if self.is_writer:
             remove_partial(folder)
-        is_shared = sum(strategy.all_gather_object(self.is_writer)) == 1 and self._world.size > 1
-        self.parts = (
-            tuple(map(part_name, range(self._world.size))) if is_shared and strategy.shards and files == "auto" else ()
-        )
-        """Names of the files that the ranks write parts of sharded tensors into; none where one file has them whole."""
-        self.part = self.parts[self._world.rank] if self.parts else ""
-        """The file that this rank writes its part into, or ""."""
-        self.writes = self.is_writer or bool(self.parts)
-        """Whether this rank writes a file of each checkpoint."""
-        self.attempt = 1
+        is_shared = sum(strategy.all_gather_object(self.is_writer)) == 1 < self._world.size
+        self.has_parts = is_shared and strategy.shards and files == "auto"
+        """Whether each rank writes its part of sharded tensors; else a file has them whole."""
+        self.attempt, self._start = 1, (0, 0, 0)
         """Number of this start of the training; known after `find_start`."""
-        self._start: Order = (0, 0, 0)
+        self.written: Order = (0, 0, 0)
+        """The newest checkpoint that this rank has in the folder, or has written its part of."""
+        self.error: TrainerError | None = None
+        """Why this rank could not write the last checkpoint."""
+        self.seconds: list[float] = []
+        """Time of each commit, beside the training."""
+        self._snapshot, self._has_begun = Snapshot(keeps_parts=self.has_parts), False
+        # One thread for all: a new one for each snapshot would keep the training waiting until it runs. Python waits
+        # for it, so that a script that ends lets it finish.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainer-checkpoint")
+        self._writing: Future[None] | None = None
 
     def find_start(self) -> Committed | None:
         """Return the newest checkpoint that any host has, where this rank can read it, or None.
@@ -128,7 +140,7 @@ class Storage:
         self.attempt = max(attempts) + 1
         if chosen is None:
             return None
-        self.attempt, self._start = max(self.attempt, chosen.order[0] + 1), chosen.order
+        self.attempt, self._start, self.written = max(self.attempt, chosen.order[0] + 1), chosen.order, chosen.order
         lacks = self.is_writer and (here is None or here.files != chosen.files)
         if any(self._strategy.all_gather_object(lacks)):
             chunks = self._broadcast(chosen, found.index(chosen))
@@ -149,10 +161,80 @@ class Storage:
         orders = ((order_of(path.name), path) for path in find(self.folder))
         return [path for order, path in orders if order and (order[0] >= self.attempt or order <= self._start)]
 
+    def copy(self, state: Mapping[str, Any], order: Order | None = None) -> None:
+        """Copy the state if this rank writes; raises as `Snapshot.copy`.
+
+        Collective where tensors are sharded and ranks do not write their parts: those that write get them whole.
+
+        Args:
+            order: of the checkpoint that it is for. Where others write parts of it, they can once this has returned.
+        """
+        if not (self.is_writer or self.has_parts):
+            take_part(state)
+            return
+        self._snapshot.copy(state)
+        self._has_begun = True
+        if order and self.is_writer and self.has_parts:
+            try:
+                begin(self.folder, name_of(*order))
+            except TrainerError as error:
+                self.error, self._has_begun = error, False
+
+    def commit(self, order: Order, random: list[Any], facts: Mapping[str, Any], keep: int) -> None:
+        """Begin to commit what was copied, or to write this rank's part of it; `error` will say if that fails.
+
+        Args:
+            random: the random states of all ranks.
+            keep: how many of the newest checkpoints stay in the folder, besides the best.
+        """
+        if self._has_begun:
+            self._snapshot.state["random"] = random
+            self._writing = self._pool.submit(self._commit, order, facts, keep)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    def wait(self) -> None:
+        """Return when nothing is being written."""
+        if self._writing is not None:
+            wait([self._writing])
+
     def close(self) -> None:
-        """Let another job use the folder."""
+        """Let another job use the folder, once nothing is being written."""
+        self._pool.shutdown()
         if self._lock is not None:
             self._lock.close()
+
+    def _commit(self, order: Order, facts: Mapping[str, Any], keep: int) -> None:
+        if self.is_writer and self.written == order:
+            return  # saved again, because another host could not write it
+        started = time.monotonic()
+        try:
+            self._write(name_of(*order), facts)
+            self.written, self.error = order, None
+        except TrainerError as error:
+            self.error = error
+        except Exception as error:  # such as a MemoryError: nobody else would be told of it
+            self.error = TrainerError(f"the checkpoint cannot be written: {type(error).__name__}: {error}")
+        try:
+            if self.error is None and self.is_writer:
+                best = [self.folder / facts["best"][1]] if facts["best"] else []
+                prune(self.folder, [*self.valid_paths()[:keep], *best])
+        except TrainerError as error:  # which takes nothing from the new one
+            print_line(f"trainer: WARNING: {error}; the new one is saved", sys.stderr)
+        self.seconds.append(time.monotonic() - started)
+
+    def _write(self, name: str, facts: Mapping[str, Any]) -> None:
+        part, *others = _parts(self._world.rank, self._world.size) if self.has_parts else [""]
+        files = {part: partial(torch.save, self._snapshot.parts)} if part else {}
+        if not self.is_writer:
+            contribute(self.folder, name, part, files[part])
+            return
+        files[STATE] = partial(torch.save, self._snapshot.state)
+        # A checkpoint that cannot be loaded is found at the first one.
+        check = None if self.seconds else partial(read_state, is_mapped=True)
+        commit(self.folder, name, files, facts, check, others=others)
 
     def _broadcast(self, chosen: Committed, owner: int) -> Iterator[bytes]:
         """Yield each file of rank `owner`'s checkpoint in chunks, and an empty chunk at its end."""
@@ -174,6 +256,11 @@ class Storage:
 
     def _warn(self, problem: str) -> None:
         print_line(f"trainer: WARNING: on host {self._world.host}: {problem}", sys.stderr)
+
+
+def _parts(rank: int, size: int) -> list[str]:
+    """Return the name of a rank's file, and then those of the others."""
+    return [part_name(rank), *(part_name(other) for other in range(size) if other != rank)]
 
 
 def _read(path: Path) -> Iterator[tuple[bytes, str]]:
