@@ -13,9 +13,6 @@ import numpy
 
 from benchmarks.chaos_job import record_type
 
-_STALL_S = 2.0
-"""A longer pause between two updates is not training: a rank was killed, and the others waited."""
-
 
 @dataclass(frozen=True)
 class Start:
@@ -91,28 +88,3 @@ def problems_of(result: Result, starts: Sequence[Start]) -> list[str]:
                 f"epoch {epoch + 1}: {missing:,} samples are missing, {twice:,} were trained more than once"
             )
     return problems
-
-
-def trained_s(starts: Sequence[Start]) -> float:
-    """Return the seconds in which updates followed each other."""
-    gaps = [numpy.diff(start.times) for start in starts]
-    return float(sum(gap[gap < _STALL_S].sum() for gap in gaps))
-
-
-def repeated_s(lineage: Sequence[tuple[str, int]], starts: Sequence[Start]) -> float:
-    """Return the seconds of those updates that were lost with a start, and trained again."""
-    ends = dict(zip([job for job, _ in lineage], [first for _, first in lineage[1:]], strict=False))
-    lost = 0.0
-    kept = {job for job, _ in lineage}
-    for start in starts:
-        last = ends.get(start.job, None if start.job in kept else 0)
-        times = start.times if last is None else start.times[start.records[0]["update"] > last]
-        gaps = numpy.diff(times) if last is not None else numpy.empty(0)
-        lost += float(gaps[gaps < _STALL_S].sum())
-    return lost
-
-
-def recovery_s(fault: float, starts: Sequence[Start]) -> float | None:
-    """Return the seconds from a fault to the first update of a start that came after it; None without one."""
-    after = [float(start.times[0]) for start in starts if start.times[0] > fault]
-    return min(after) - fault if after else None

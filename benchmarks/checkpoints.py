@@ -1,177 +1,222 @@
 """Measures what checkpoints cost: ours, `torch.save` in the loop, and torch.distributed.checkpoint (DCP).
 
 python -m benchmarks.checkpoints --data-dir data
+torchrun --nproc-per-node 2 -m benchmarks.checkpoints --data-dir data
 
-One job per number of ranks trains in blocks of so many updates, with checkpoints made in one way in each. The blocks
-take turns in rounds; every other round runs in reverse order. All figures are rank 0's. The stall is what a checkpoint
-keeps the training waiting; "x copy" divides it by what copying the same tensors into host memory takes in the same
-loop, the least that a consistent checkpoint can take. "Updates meanwhile" compares updates during which a checkpoint
-was being written with those without one, in the same blocks.
-
-What a checkpoint costs in all is (seconds of a block with checkpoints - seconds of the same round's block without) /
-number of checkpoints; the block's seconds include what is still to be written at its end. From this follows the
-overhead at one checkpoint a minute. Ratios and differences are taken within a round, then their median.
-
-A DCP checkpoint is kept; ours removes old ones beside the training, which counts.
+The job trains in blocks of so many updates, with checkpoints made in one way in each. The blocks take turns in rounds;
+every other round runs in reverse order. All figures are rank 0's. The stall is what a checkpoint keeps the training
+waiting. What it costs in all is (seconds of a block with checkpoints - seconds of the same round's block without) /
+number of checkpoints; a block's seconds include what is still to be written at its end. Medians over the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from benchmarks.checkpoint_loop import Block, add_options
-from benchmarks.checkpoint_savers import COPY, NONE, SAVERS
-from benchmarks.common import REPORT_PREFIX
-from benchmarks.launching import launch, run
-from benchmarks.machine import describe_machine, load
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+from torch.nn import functional as F
+
+import trainer
 from benchmarks.workloads import BATCH_SIZE
-from trainer.errors import TrainerError
-from trainer.files import check_writable, write_atomically
-from trainer.ops.processes import INTERRUPTS, interrupt_on
-from trainer.watch.failure import report_failures
+from examples.datasets import DATASETS, load_dataset
+from examples.networks import NETWORKS
+from trainer.data.base import Loader
 
-_HEAD = (
-    *("ranks", "saved by", "stall, ms", "× copy", "written after, s", "updates meanwhile", "samples/s"),
-    *("overhead", "a checkpoint costs, s", "at one a minute"),
-)
+CHECKPOINTS = 2
+"""In a block."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One way of saving on so many ranks: medians over the rounds."""
+class Training:
+    """A training with checkpoints in one way after another."""
 
-    ranks: int
-    saver: str
-    samples_per_s: float
-    stall_s: tuple[float, float, float] | None
-    """Median, least and most over all checkpoints; None where nothing is saved, as in all of the rest."""
-    times_copy: float | None
-    write_s: float | None
-    meanwhile_percent: float | None
-    """By how much updates are slower while a checkpoint is written."""
-    overhead_percent: float | None
-    """At the benchmark's interval."""
-    each_s: float | None
-    """What a checkpoint costs in all."""
+    def __init__(self, run: trainer.Run, network: str, data: trainer.InMemory, every: int) -> None:
+        self.run, self.every, self.model = run, every, NETWORKS[network]()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001, momentum=0.9)
+        self._forward, _ = run.prepare(self.model, self.optimizer)
+        self.loader: Loader = run.loader(data, batch_size=BATCH_SIZE)
 
-    @property
-    def minute_percent(self) -> float | None:
-        """Overhead at one checkpoint a minute."""
-        return None if self.each_s is None else 100 * self.each_s / 60
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def train(self, saver: Saver, updates: int) -> float:
+        """Train; return the seconds until all is done and written."""
+        self.loader.observer = saver.observer
+        self.run.barrier()
+        started = time.perf_counter()
+        for number, (inputs, targets) in enumerate(self._endless()):
+            if number == updates:
+                break
+            if number % self.every == 1:  # where the observer of ours has just saved
+                saver.save()
+            self.optimizer.zero_grad()
+            self.run.backward(F.cross_entropy(self._forward(inputs), targets))
+            self.optimizer.step()
+        saver.wait()
+        self.run.barrier()
+        return time.perf_counter() - started
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
 
 
-def make_rows(ranks: int, blocks: Sequence[Block], samples: int) -> list[Row]:
-    """Return a row for each way of saving.
+class Saver:
+    """A way of saving; this saves nothing.
 
-    Args:
-        samples: of all ranks in a block.
+    Attributes:
+        stalls_s: seconds for which each checkpoint has kept this rank from training.
+        writes_s: seconds until each was on the disk.
+        observer: saves in the loader, in place of `save`.
     """
-    by_saver: dict[str, dict[int, Block]] = {}
-    for block in blocks:
-        by_saver.setdefault(block.saver, {})[block.round] = block
-    return [_row(ranks, name, by_saver, samples) for name in by_saver]
+
+    def __init__(self, training: Training, folder: Path) -> None:
+        self.training, self.folder = training, folder
+        self.stalls_s: list[float] = []
+        self.writes_s: list[float] = []
+        self.observer: trainer.Checkpoints | None = None
+
+    def save(self) -> None:
+        """Save, and return when the training may go on. Collective."""
+
+    def wait(self) -> None:
+        """Return when everything is written, on rank 0."""
+        while self.training.run.is_root and len(self.writes_s) < len(self.stalls_s):
+            time.sleep(0.001)
 
 
-def _row(ranks: int, name: str, by_saver: dict[str, dict[int, Block]], samples: int) -> Row:
-    own = by_saver[name]
-    stalls = [stall for block in own.values() for stall in block.stalls_s]
+class Ours(Saver):
+    """The library's checkpoints."""
 
-    def paired(other: str, value: Callable[[Block, Block], float]) -> float | None:
-        pairs = [(block, by_saver[other][number]) for number, block in own.items()] if other in by_saver else []
-        return statistics.median(value(*pair) for pair in pairs) if stalls and pairs else None
-
-    slower = [100 * (one.meanwhile_s / one.update_s - 1) for one in own.values() if one.meanwhile_s is not None]
-    return Row(
-        ranks=ranks,
-        saver=name,
-        samples_per_s=samples / statistics.median(block.seconds for block in own.values()),
-        stall_s=(statistics.median(stalls), min(stalls), max(stalls)) if stalls else None,
-        times_copy=paired(COPY, lambda one, copy: statistics.median(one.stalls_s) / statistics.median(copy.stalls_s)),
-        write_s=statistics.median(write for one in own.values() for write in one.writes_s) if stalls else None,
-        meanwhile_percent=statistics.median(slower) if slower else None,
-        overhead_percent=paired(NONE, lambda one, none: 100 * (one.seconds / none.seconds - 1)),
-        each_s=paired(NONE, lambda one, none: (one.seconds - none.seconds) / len(one.stalls_s)),
-    )
+    def __init__(self, training: Training, folder: Path) -> None:
+        super().__init__(training, folder)
+        self.observer = training.run.checkpoints(folder, every_updates=training.every, on_error="stop")
+        self.stalls_s, self.writes_s = self.observer.stalls_s, self.observer.writes_s
+        self._epochs = training.run.epochs(1)
+        next(self._epochs)  # all blocks are an epoch to it
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Format all rows as a table in Markdown."""
-    lines = [_HEAD, ("---",) * len(_HEAD), *map(_cells, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+class TorchSave(Saver):
+    """`torch.save` within the loop: rank 0 writes, syncs and renames a file, and the others wait."""
+
+    def save(self) -> None:
+        started = time.perf_counter()
+        if self.training.run.is_root:
+            partial = self.folder / "partial.pt"
+            with partial.open("wb") as file:
+                torch.save(self.training.state(), file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self.folder / "checkpoint.pt")
+        self.training.run.barrier()
+        self.stalls_s.append(time.perf_counter() - started)
+        self.writes_s.append(self.stalls_s[-1])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        str(row.ranks),
-        SAVERS[row.saver][0],
-        "{:.1f} ({:.1f} – {:.1f})".format(*(1000 * stall for stall in row.stall_s)) if row.stall_s else "",
-        _format("{:.2f}", row.times_copy),
-        "" if row.saver == COPY else _format("{:.2f}", row.write_s),
-        _format("{:+.0f} %", row.meanwhile_percent),
-        f"{row.samples_per_s:,.0f}",
-        _format("{:+.1f} %", row.overhead_percent),
-        _format("{:.3f}", row.each_s),
-        _format("{:+.2f} %", row.minute_percent),
-    )
+class Distributed(Saver):
+    """torch.distributed.checkpoint's `async_save` on all ranks, which keeps its host memory from one to the next."""
+
+    kind = AsyncCheckpointerType.THREAD
+
+    def __init__(self, training: Training, folder: Path) -> None:
+        super().__init__(training, folder)
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # of the writing processes' own group
+        if not dist.is_initialized():
+            make_store: Any = dist.HashStore  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=make_store(), rank=0, world_size=1)
+        self._group: Any = dist.new_group(backend="gloo")
+        in_shared_memory = self.kind == AsyncCheckpointerType.PROCESS
+        self._stager = DefaultStager(StagingOptions(False, in_shared_memory, False, False))
+        self._future: Future[Any] | None = None
+        self._count = 0
+
+    def save(self) -> None:
+        started = time.perf_counter()
+        if self._future is not None:
+            self._future.result()
+        future: Any = async_save(
+            self.training.state(),
+            checkpoint_id=self.folder / str(self._count),
+            process_group=self._group,
+            async_checkpointer_type=self.kind,
+            async_stager=self._stager,
+        )
+        self._count += 1
+        self.stalls_s.append(time.perf_counter() - started)
+        future.add_done_callback(lambda _: self.writes_s.append(time.perf_counter() - started))
+        self._future = future
 
 
-def _format(form: str, value: float | None) -> str:
-    return "" if value is None else form.format(value)
+class DistributedProcess(Distributed):
+    """The same, written by a process beside each rank."""
+
+    kind = AsyncCheckpointerType.PROCESS
 
 
-def measure(ranks: int, options: Sequence[str], timeout_s: float) -> list[Block]:
-    """Run one job.
-
-    Raises:
-        TrainerError: it failed.
-    """
-    finished = run([*launch("benchmarks/checkpoint_loop.py", ranks), *options], timeout_s=timeout_s)
-    if finished.problem is not None:
-        raise TrainerError(f"{ranks} ranks: {finished.problem}")
-    (report,) = (line for line in finished.stdout.splitlines() if REPORT_PREFIX in line)
-    return [Block(**one) for one in json.loads(report.partition(REPORT_PREFIX)[2])]
+SAVERS: dict[str, Callable[[Training, Path], Saver]] = {
+    "no checkpoints": Saver,
+    "**trainer**": Ours,
+    "`torch.save` on rank 0, fsync, barrier": TorchSave,
+    "DCP `async_save`, threads": Distributed,
+    "DCP `async_save`, processes": DistributedProcess,
+}
+"""By the name of the row."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    report_failures()
-    interrupt_on(*INTERRUPTS)
+def measure(training: Training, folder: Path, repeats: int) -> None:
+    """Train in rounds with a block for each way of saving, and print a row for each. Collective."""
+    savers, seconds = {}, {name: list[float]() for name in SAVERS}
+    for number, (name, make) in enumerate(SAVERS.items()):
+        (folder / str(number)).mkdir(exist_ok=True)
+        savers[name] = make(training, folder / str(number))
+        # The checkpoints of ours begin with update number `every`: from here on after the first of each block.
+        training.train(savers[name], 2 * training.every - 1)
+        savers[name].stalls_s.clear()
+        savers[name].writes_s.clear()
+    for number in range(repeats):
+        for name in SAVERS if number % 2 == 0 else reversed(SAVERS):
+            seconds[name].append(training.train(savers[name], training.every * CHECKPOINTS))
+    training.run.print("| ranks | saved by | stall, ms | written after, s | a checkpoint costs, s | at one a minute |")
+    training.run.print("|---|---|---|---|---|---|")
+    for name, saver in list(savers.items())[1:] if training.run.is_root else ():
+        pairs = zip(seconds[name], seconds["no checkpoints"], strict=True)
+        each_s = median((with_s - without_s) / CHECKPOINTS for with_s, without_s in pairs)
+        cells = (
+            f"{1000 * median(saver.stalls_s):.1f} | {median(saver.writes_s):.2f} | {each_s:.3f} | {each_s / 0.6:.2f} %"
+        )
+        print(f"| {training.run.world_size} | {name} | {cells} |")
+
+
+def main() -> None:
+    trainer.report_failures()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], metavar="N", help="(default: 1 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="rows and blocks are written here")
-    parser.add_argument(
-        "--timeout", type=float, default=1800.0, metavar="S", help="of one job, seconds (default: %(default)s)"
-    )
-    add_options(parser)
-    args = parser.parse_args(arguments)
-    if args.repeats < 1 or args.checkpoints < 1 or args.updates < 2:
-        parser.error("--repeats and --checkpoints must be at least 1, and --updates at least 2")
-    if args.json:
-        check_writable(args.json)
-    options = [f"--data-dir={args.data_dir.resolve()}", f"--folder={args.folder.resolve()}", "--only", *args.only]
-    options += [
-        f"--{name}={getattr(args, name)}" for name in ("dataset", "network", "repeats", "updates", "checkpoints")
-    ]
-    print(", ".join(f"{name} {value}" for name, value in describe_machine().items()), f"load {load():.1f}", sep="; ")
-    rows: list[Row] = []
-    blocks: dict[int, list[Block]] = {}
-    for ranks in args.ranks:
-        blocks[ranks] = measure(ranks, options, args.timeout)
-        rows += make_rows(ranks, blocks[ranks], args.updates * args.checkpoints * BATCH_SIZE * ranks)
-    print(table(rows), flush=True)
-    if args.json:
-        raw = {str(ranks): [asdict(block) for block in found] for ranks, found in blocks.items()}
-        result = {"machine": describe_machine(), "rows": [asdict(row) for row in rows], "blocks": raw}
-        write_atomically(args.json, json.dumps(result, indent=2) + "\n")
-    return 0
+    parser.add_argument("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="(default: %(default)s)")
+    parser.add_argument("--dataset", default="mnist", choices=DATASETS, help="(default: %(default)s)")
+    parser.add_argument("--network", default="large", choices=list(NETWORKS), help="(default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="where to write (default: that of temporary files)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds (default: %(default)s)")
+    parser.add_argument("--updates", type=int, default=60, metavar="N", help="per checkpoint (default: %(default)s)")
+    args = parser.parse_args()
+    run = trainer.init(device="cpu")
+    data, _ = load_dataset(args.dataset, args.data_dir, run.world, run.all_gather)
+    torch.manual_seed(0)
+    training = Training(run, args.network, data, args.updates)
+    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=args.folder) as folder:
+        measure(training, Path(run.broadcast(folder)), args.repeats)
+        run.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

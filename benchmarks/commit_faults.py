@@ -42,13 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--random-kills", type=int, default=100, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--damages", type=int, default=50, metavar="N", help="of each kind (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="where the disk is to be tried (default: that of temporary files)")
     args = parser.parse_args(arguments)
     outcomes = []
-    with tempfile.TemporaryDirectory(prefix="trainer-commit-", dir=args.folder) as folder:
-        for outcome in run(Path(folder), Plan(random_kills=args.random_kills, damages=args.damages, seed=args.seed)):
+    with tempfile.TemporaryDirectory(prefix="trainer-commit-") as folder:
+        for outcome in run(Path(folder), Plan(random_kills=args.random_kills, damages=50)):
             outcomes.append(outcome)
             for problem in outcome.problems:
                 print(f"{outcome.fault}, {outcome.detail}: {problem}", file=sys.stderr)

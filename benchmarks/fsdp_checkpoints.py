@@ -22,76 +22,57 @@ import trainer
 from benchmarks.fsdp_memory import resident
 from examples.transformer import SIZES, Transformer
 from trainer.config import CHECKPOINT_FILES
-from trainer.watch.failure import report_failures
 
 LENGTH = 64
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("folder", type=Path, help="where the checkpoints are written")
-parser.add_argument("--size", choices=SIZES, default="10m", help="millions of parameters (default: %(default)s)")
-parser.add_argument("--files", choices=CHECKPOINT_FILES, default="auto", help="(default: %(default)s)")
-parser.add_argument("--resume", action="store_true", help="go on from what the same command without it has written")
+
+def mark() -> tuple[float, float]:
+    """Count the largest resident memory from now on; return the memory and the time of now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS"), time.monotonic()
 
 
-class Rank:
-    """One rank's training, and its memory from now on."""
+def main() -> None:
+    trainer.report_failures()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the checkpoints are written")
+    parser.add_argument("--size", choices=SIZES, default="10m", help="millions of parameters (default: %(default)s)")
+    parser.add_argument("--files", choices=CHECKPOINT_FILES, default="auto", help="(default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from what the command without it has written")
+    args = parser.parse_args()
+    run = trainer.init("fsdp")
+    torch.manual_seed(0)
+    model = Transformer(*SIZES[args.size], length=LENGTH)
+    forward, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    text = torch.randint(256, (run.world_size, LENGTH))
+    loader = run.loader(trainer.InMemory(text, text.roll(-1, 1)), batch_size=1)
 
-    def __init__(self, size: str, updates: int) -> None:
-        self.run = trainer.init("fsdp")
-        torch.manual_seed(0)
-        self.model = Transformer(*SIZES[size], length=LENGTH)
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.forward, self.optimizer = self.run.prepare(self.model, optimizer)
-        text = torch.randint(256, (updates * self.run.world_size, LENGTH))
-        self.loader = self.run.loader(trainer.InMemory(text, text.roll(-1, 1)), batch_size=1)
-        self.begin()
+    def update() -> None:
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            run.backward(F.cross_entropy(forward(inputs).flatten(0, 1), targets.flatten()))
+            optimizer.step()
 
-    def begin(self) -> None:
-        """Count time and memory from here."""
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
-        self._before, self._started = resident("VmRSS"), time.monotonic()
-
-    def taken(self) -> list[float]:
-        """Return the memory in MB and the seconds since `begin`."""
-        return [(resident("VmHWM") - self._before) / 1e6, time.monotonic() - self._started]
-
-    def update(self) -> None:
-        for inputs, targets in self.loader:
-            self.optimizer.zero_grad()
-            self.run.backward(F.cross_entropy(self.forward(inputs).flatten(0, 1), targets.flatten()))
-            self.optimizer.step()
-
-    def show(self, names: str, first: str, own: list[float]) -> None:
-        largest = (max(column) for column in zip(*self.run.all_gather(own), strict=True))
-        cells = " | ".join(f"{value:.3g}" if value < 100 else f"{value:,.0f}" for value in largest)
-        self.run.print(f"| files | ranks | {names} |\n| {first} | {self.run.world_size} | {cells} |")
-
-
-def measure_saves(folder: Path, size: str, files: str) -> None:
-    rank = Rank(size, updates=1)
-    rank.update()  # what the first step allocates is no checkpoint's
-    checkpoints = rank.run.checkpoints(folder, every_epochs=1, keep=1, resume="none", files=files)
-    rank.begin()
-    for _ in rank.run.epochs(6):
-        rank.update()
-    checkpoints.close()
-    memory, _ = rank.taken()
-    on_disk = sum(file.stat().st_size for file in folder.glob("attempt-*/*")) / 1e6
-    commits = checkpoints.writes_s[1:] or [0.0]
-    times = [1000 * statistics.median(checkpoints.stalls_s[1:]), statistics.median(commits)]
-    rank.show("MB on disk | MB more memory | ms of stall | s to commit", files, [on_disk, memory, *times])
-    rank.run.close()
-
-
-def measure_resume(folder: Path, size: str, files: str) -> None:
-    rank = Rank(size, updates=1)
-    rank.begin()
-    rank.run.checkpoints(folder, files=files).close()
-    rank.show("MB more memory | s to load", files, rank.taken())
-    rank.run.close()
+    if not args.resume:
+        update()  # what the first step allocates is no checkpoint's
+    before, started = mark()
+    checkpoints = run.checkpoints(args.folder, every_epochs=1, keep=1, files=args.files)
+    if args.resume:
+        names, times = "s to load", [time.monotonic() - started]
+    else:
+        before, _ = mark()
+        for _ in run.epochs(6):
+            update()
+        checkpoints.close()
+        commits = checkpoints.writes_s[1:] or [0.0]
+        names = "ms of stall | s to commit"
+        times = [1000 * statistics.median(checkpoints.stalls_s[1:]), statistics.median(commits)]
+    own = [(resident("VmHWM") - before) / 1e6, *times]
+    largest = (max(column) for column in zip(*run.all_gather(own), strict=True))
+    cells = " | ".join(f"{value:.3g}" if value < 100 else f"{value:,.0f}" for value in largest)
+    run.print(f"| files | ranks | MB more memory | {names} |\n| {args.files} | {run.world_size} | {cells} |")
+    run.close()
 
 
 if __name__ == "__main__":
-    report_failures()
-    args = parser.parse_args()
-    (measure_resume if args.resume else measure_saves)(args.folder, args.size, args.files)
+    main()

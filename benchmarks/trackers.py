@@ -12,7 +12,6 @@ of a run, does not count.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import json
@@ -29,7 +28,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import trainer
-from benchmarks.common import REPORT_PREFIX
 from benchmarks.launching import PEERS, ROOT, run
 
 _BATCH_SIZE = 10
@@ -49,28 +47,19 @@ def of_page() -> tuple[dict[str, str], str]:
 
 
 class EveryOther(trainer.Callback):
-    """Pass the values of one fit after another to a callback, or keep them from it.
-
-    Args:
-        callback: is told of one fit that has no end, whose updates are counted over all that it hears of.
-    """
+    """Pass the updates of one fit after another to a callback, or keep them from it."""
 
     def __init__(self, callback: trainer.Callback) -> None:
-        self._callback, self._has_begun, self._before = callback, False, 0
-        self.is_on = True
+        self._callback, self._updates, self.is_on = callback, 0, True
 
     def on_fit_start(self, context: trainer.FitContext) -> None:
-        if not self._has_begun:
+        if not self._updates:
             self._callback.on_fit_start(context)
-        self._has_begun = True
 
     def on_update(self, context: trainer.FitContext, record: trainer.UpdateRecord) -> None:
+        self._updates += context.config.log_every_updates
         if self.is_on:
-            self._callback.on_update(context, dataclasses.replace(record, update=self._before + record.update))
-
-    def on_epoch_end(self, context: trainer.FitContext, record: trainer.EpochRecord) -> None:
-        if self.is_on:
-            self._before += record.updates
+            self._callback.on_update(context, dataclasses.replace(record, update=self._updates))
 
 
 def differences_us(tracker: str, pairs: int, steps: int) -> Iterator[float]:
@@ -101,35 +90,26 @@ def differences_us(tracker: str, pairs: int, steps: int) -> Iterator[float]:
 
 def measure(tracker: str, pairs: int, steps: int) -> list[float]:
     """Return the quartiles of the differences, measured in a process of its own, in µs."""
-    script = [str(PEERS / "bin/python"), "-m", "benchmarks.trackers"]
-    finished = run([*script, "--only", tracker, "--pairs", str(pairs), "--steps", str(steps)], timeout_s=600, threads=1)
+    script = [str(PEERS / "bin/python"), "-m", "benchmarks.trackers", tracker, str(pairs), str(steps)]
+    finished = run(script, timeout_s=600, threads=1)
     if finished.problem is not None:
         raise RuntimeError(f"{tracker}: {finished.problem}\n{finished.stderr}")
-    (line,) = [line for line in finished.stdout.splitlines() if line.startswith(REPORT_PREFIX)]
-    quartiles: list[float] = json.loads(line.removeprefix(REPORT_PREFIX))
+    quartiles: list[float] = json.loads(finished.stdout.splitlines()[-1])
     return quartiles
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    trackers = list(of_page()[0])
-    parser.add_argument("--only", choices=trackers, help="measure it in this process, and print the quartiles as JSON")
-    parser.add_argument("--pairs", type=int, default=100, metavar="N", help="of blocks (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=500, metavar="N", help="in a block (default: %(default)s)")
-    args = parser.parse_args()
-    if args.only:
+    if len(sys.argv) == 4:  # the process that measures a tracker
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)  # what the trackers write
             os.environ["TRACKIO_DIR"] = folder
-            found = list(differences_us(args.only, args.pairs, args.steps))
-            print(REPORT_PREFIX + json.dumps(statistics.quantiles(found, n=4, method="inclusive")), flush=True)
+            found = list(differences_us(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+            print("", json.dumps(statistics.quantiles(found, n=4, method="inclusive")), sep="\n", flush=True)
         return 0
     is_slow = False
     print("| tracker | µs per step, median | quartiles |\n|---|---|---|")
-    for tracker in trackers:
-        low, median, high = measure(tracker, args.pairs, args.steps)
+    for tracker in of_page()[0]:
+        low, median, high = measure(tracker, pairs=100, steps=500)
         print(f"| {tracker} | {median:.1f} | {low:.1f} to {high:.1f} |", flush=True)
         is_slow |= median > _LIMIT_US
     return int(is_slow)

@@ -238,7 +238,7 @@ class TrainerConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(_Checked):
-    """When checkpoints are written, how many are kept, and what an earlier run's are used for.
+    """When checkpoints are written, and how many are kept. A run resumes from the newest in the folder, if any.
 
     One is written at the end of the training and before a preemption in any case.
 
@@ -260,11 +260,6 @@ class CheckpointConfig(_Checked):
     """Also keep the checkpoint with the least or the greatest score; see `Checkpoints.rate`."""
     metric: str = "loss"
     """The validation metric that `Trainer` takes for the score."""
-    resume: str | Path = "auto"
-    """"auto" goes on from the newest checkpoint in the folder, if any. "none" starts anew, in an empty folder.
-
-    Anything else is the path of a checkpoint to go on from.
-    """
     on_error: Annotated[str, ("continue", "stop")] = "continue"
     """What to do if a checkpoint cannot be written, for example because the disk is full."""
     files: Annotated[str, CHECKPOINT_FILES] = "auto"
@@ -278,8 +273,6 @@ class CheckpointConfig(_Checked):
             yield f"{' and '.join(given)} are given; checkpoints take one interval"
         if not str(self.folder):
             yield "the folder of the checkpoints has no name"
-        if not isinstance(self.resume, str | Path) or not str(self.resume):
-            yield f"resume is {self.resume!r}; valid are auto, none, and the path of a checkpoint"
 
 
 _SettingsT = TypeVar("_SettingsT", bound="RunConfig | CheckpointConfig")

@@ -401,7 +401,7 @@ class Run:
             folder: on a disk of each host, or on a file system that hosts share.
             state: what else to save, by name: objects with `state_dict` and `load_state_dict`, such as schedulers, or
                 dicts of plain data. `state_dict` is called on every rank; rank 0's result is saved.
-            options: the other fields of `CheckpointConfig`, as in `every_s=60, keep=3, resume="auto"`.
+            options: the other fields of `CheckpointConfig`, as in `every_s=60, keep=3`.
 
         Raises:
             ConfigError: an option is not valid, or the checkpoint does not fit this run.
@@ -432,22 +432,19 @@ class Run:
         """Yield the loader's batches, and show the progress on rank 0: a bar on a terminal, lines elsewhere."""
         return self._report.watch(loader)
 
-    def record(
-        self, folder: str | Path = "auto", *, settings: Settings | None = None, tensorboard: bool = False
-    ) -> Path:
+    def record(self, folder: str | Path = "auto", *, settings: Settings | None = None) -> Path:
         """Make this run's folder and its settings.json on rank 0; return the path on every rank. `log` writes to it.
 
         Args:
             folder: must not hold a run yet, except the run that `checkpoints`, called before, has resumed;
                 "auto" makes `runs/<script>-<date>-<time>`.
             settings: what else to write into settings.json, such as the script's arguments.
-            tensorboard: also write TensorBoard events there.
 
         Raises:
             TrainerError: rank 0 cannot write.
         """
         saved_in = str(self._checkpoints.config.folder) if self._checkpoints is not None else ""
-        return self._report.open(folder, settings, self.broadcast, tensorboard=tensorboard, checkpoints=saved_in)
+        return self._report.open(folder, settings, self.broadcast, saved_in)
 
     def log_to(self, function: LogFunction) -> None:
         """Have `log` also call a function with its values on rank 0, for an experiment tracker.
@@ -465,5 +462,4 @@ class Run:
         """Leave the job. This happens by itself when the script ends."""
         if self._checkpoints is not None:
             self._checkpoints.close()
-        self._report.close()
         self.strategy.close()

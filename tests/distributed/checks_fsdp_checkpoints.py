@@ -81,7 +81,7 @@ def check_each_rank_writes_its_part_and_keeps_no_more_in_memory(strategy: Strate
         headers = 2000 * 3 * len(list(training.model.parameters()))
         assert max(size for name, size in files.items() if name != "state.pt") < each + headers
         assert files["state.pt"] < headers + 100_000  # the random states of all ranks
-        held = sum(buffer.nbytes for buffer in training.checkpoints._saver._snapshot._buffers.values())
+        held = sum(buffer.nbytes for buffer in training.checkpoints._storage._snapshot._buffers.values())
         assert held < each + 10_000
 
 

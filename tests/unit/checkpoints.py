@@ -13,7 +13,7 @@ from trainer.checkpoint.disk.commit import commit
 from trainer.checkpoint.disk.committed import name_of
 
 NAME = name_of(1, 2, 300)
-FACTS = {"resume": "auto", "complete": False, "written": "2026-01-01T00:00:00+0000", "best": None}
+FACTS = {"written": "2026-01-01T00:00:00+0000", "best": None}
 """Those of a run that going on reads."""
 FILES = {"weights.pt": b"w" * 3_000_000, "loader.json": b"{}", "empty": b""}
 

@@ -38,7 +38,7 @@ def step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: t
 def saved(folder: Path) -> list[tuple[int, int, list[int]]]:
     """Return epoch, updates and the loaders' positions of each checkpoint, oldest first."""
     for checkpoints in made:
-        checkpoints._saver.wait()
+        checkpoints._storage.wait()
     manifests = [load(path).facts for path in reversed(find(folder))]
     return [(manifest["epoch"], manifest["updates"], manifest["taken"]) for manifest in manifests]
 

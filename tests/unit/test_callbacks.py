@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.unit.blobs import blobs, fitted, make
-from trainer import Callback, EpochRecord, FitContext, ProgressEvent, TrainerError, UpdateRecord
+from trainer import Callback, EpochRecord, FitContext, ProgressEvent, UpdateRecord
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -42,14 +40,6 @@ def test_every_so_many_updates_the_mean_loss_since_the_last_point_is_reported(ac
         assert point.loss == pytest.approx(torch.stack(losses[steps]).mean().item(), rel=1e-12)
         assert point.learning_rate == pytest.approx(0.1)
     assert fitted(blobs(35), log_every_updates=1).equal(fitted(blobs(35), log_every_updates=0))
-
-
-def test_a_loss_that_is_not_finite_at_a_point_is_refused_there() -> None:
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs.sum() * math.inf
-
-    with pytest.raises(TrainerError, match="in epoch 1, by sample 20, at learning rate"):
-        make(loss=loss, log_every_updates=2).fit(blobs(100), epochs=1)
 
 
 class EventLog(Callback):
@@ -84,27 +74,3 @@ def test_callbacks_are_called_in_their_order_with_what_fit_returns() -> None:
         )
         for name in ("a", "b")
     ]
-
-
-def test_a_progress_event_has_the_number_of_samples_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.fit.trainer._PROGRESS_INTERVAL_S", 0.0)
-    events: list[tuple[str, str, Any]] = []
-    make(callbacks=[EventLog("a", events)]).fit(blobs(25), epochs=1)
-    assert [fact for _, event, fact in events if event == "progress"] == [10, 20, 25]
-
-
-def test_progress_events_come_at_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.fit.trainer._PROGRESS_INTERVAL_S", 1e9)
-    events: list[tuple[str, str, Any]] = []
-    make(callbacks=[EventLog("a", events)]).fit(blobs(25), epochs=1)
-    assert "progress" not in {event for _, event, _ in events}
-
-
-def test_the_default_record_of_a_second_fit_has_a_folder_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    trainer = make(output="auto")
-    for number in (1, 2):
-        trainer.fit(blobs(20), epochs=1)
-        assert len(list((tmp_path / "runs").glob("*/summary.json"))) == number

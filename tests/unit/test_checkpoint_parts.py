@@ -70,15 +70,6 @@ def test_a_rank_that_fails_stops_all_and_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_the_rank_that_commits_fails_for_all(tmp_path: Path) -> None:
-    begin(tmp_path, NAME)
-    with pytest.raises(TrainerError, match="No space left"):
-        commit(tmp_path, NAME, {"a": writing(b"", partial(fail, errno.ENOSPC))}, {}, others=["b"])
-    with pytest.raises(OthersFailedError):
-        contribute(tmp_path, NAME, "b", writing(b"2"))
-    assert names(tmp_path) == []
-
-
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(tmp_path: Path) -> None:
     begin(tmp_path, NAME)
     contribute(tmp_path, NAME, "b", writing(b"2"))
@@ -97,20 +88,6 @@ def scattered() -> Scattered:
 def test_a_box_is_read_from_all_parts_that_it_touches(offset: tuple[int, int], shape: tuple[int, int]) -> None:
     box = torch.arange(12.0).view(4, 3)[offset[0] :, offset[1] :][: shape[0], : shape[1]]
     assert torch.equal(scattered().read(offset, shape), box)
-
-
-def test_containers_are_made_whole_with_what_they_hold_beside_tensors() -> None:
-    scalar = Scattered(torch.Size(), torch.int64, [Part((), torch.tensor(7))])
-    whole = shard_as({"a": [scattered(), "text"], "b": (scalar, torch.Size([2]))}, None)
-    assert torch.equal(whole["a"][0], torch.arange(12.0).view(4, 3))
-    assert (whole["a"][1], int(whole["b"][0]), whole["b"][1]) == ("text", 7, torch.Size([2]))
-
-
-def test_what_is_read_is_a_copy_in_the_same_memory_format() -> None:
-    image = torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    copy = Scattered(image.shape, image.dtype, [Part((0,) * 4, image)]).whole()
-    assert copy.is_contiguous(memory_format=torch.channels_last)
-    assert copy.data_ptr() != image.data_ptr()
 
 
 def save_parts(folder: Path, *parts: dict[Any, Any]) -> Path:

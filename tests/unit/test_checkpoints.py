@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from torch import nn
 from tests.unit.small_trainings import close_all, made, saved, start, step, train
 from tests.unit.test_loader import numbered
 from trainer import Checkpoints, ConfigError, TrainerError, init
-from trainer.checkpoint.disk.commit import commit
 from trainer.checkpoint.disk.committed import load
 
 
@@ -35,12 +33,6 @@ def test_every_so_many_updates_and_at_the_end(tmp_path: Path) -> None:
     assert len(checkpoints.stalls_s) == 4
 
 
-def test_every_so_many_epochs(tmp_path: Path) -> None:
-    run, model, optimizer, _ = start(tmp_path, every_epochs=2, keep=9)
-    train(run, model, optimizer, epochs=5)
-    assert saved(tmp_path) == [(2, 6, [0]), (4, 12, [0]), (5, 15, [0])]
-
-
 def test_every_so_many_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
@@ -50,14 +42,8 @@ def test_every_so_many_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         for inputs, _ in loader:
             now += 4
             step(run, model, optimizer, inputs)
-            checkpoints._saver.wait()  # one that is being written postpones the next
+            checkpoints._storage.wait()  # one that is being written postpones the next
     assert [updates for _, updates, _ in saved(tmp_path)] == [3, 6, 9, 10]
-
-
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    run, model, optimizer, _ = start(tmp_path, every_updates=1, keep=2)
-    train(run, model, optimizer)
-    assert saved(tmp_path) == [(1, 6, [6]), (2, 6, [0])]
 
 
 def test_with_two_loaders_at_once_no_batch_is_lost(tmp_path: Path) -> None:
@@ -115,22 +101,6 @@ def test_two_loops_over_epochs_are_refused(tmp_path: Path) -> None:
         list(run.epochs(2))
 
 
-def test_what_has_no_state_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="state 'best' is a float; valid are a dict, and objects with state_dict"):
-        start(tmp_path, state={"best": 0.5})
-
-
-def test_a_setting_that_there_is_not_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"run\.checkpoints has no setting 'every'; did you mean every_s\? valid are folder, "
-    ):
-        start(tmp_path, every="30s")
-    with pytest.raises(ConfigError, match="every_s and every_updates are given; checkpoints take one interval"):
-        start(tmp_path, every_s=1, every_updates=1)
-    with pytest.raises(ConfigError, match="keep is 0; it must be at least 1; on_error is 'ignore'; valid are continue"):
-        start(tmp_path, keep=0, on_error="ignore")
-
-
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, data: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -147,7 +117,7 @@ def test_a_disk_that_fills_up_leaves_the_training_and_earlier_checkpoints(
         for inputs, _ in loader:
             step(run, model, optimizer, inputs)
             if checkpoints.updates == 3:
-                checkpoints._saver.wait()
+                checkpoints._storage.wait()
                 full(monkeypatch)
     assert [updates for _, updates, _ in saved(tmp_path)] == [1, 2, 3]
     monkeypatch.undo()
@@ -200,26 +170,16 @@ def test_what_is_to_be_kept_has_to_be_there(tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match=r"objects\.paths\.data of the checkpoint's state is a PosixPath"):
         start(tmp_path, state={"paths": {"data": Path("x")}})
     *held, checkpoints = start(tmp_path, state={"layer": nn.Linear(2, 1)})
-    checkpoints.finish()
+    checkpoints.save()
     made.pop().close()
     del held
     with pytest.raises(ConfigError, match=r"state 'layer' of the checkpoint does not fit this Linear: .*size mismatch"):
         start(tmp_path, state={"layer": nn.Linear(3, 1)})
 
 
-def test_a_score_that_is_no_number_is_not_the_best(tmp_path: Path) -> None:
-    run, model, optimizer, checkpoints = start(tmp_path, every_epochs=1, best="min", keep=1)
-    loader = run.loader(numbered(6), 2)
-    for epoch in run.epochs(3):
-        for inputs, _ in loader:
-            step(run, model, optimizer, inputs)
-        checkpoints.rate([float("nan"), 0.1, 0.2][epoch])
-    assert [epoch for epoch, _, _ in saved(tmp_path)] == [2, 3]
-
-
 def test_the_best_and_the_newest_are_those_that_are_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def places(checkpoints: Checkpoints) -> list[int]:
-        checkpoints._saver.wait()
+        checkpoints._storage.wait()
         paths = (checkpoints.newest_path, checkpoints.best_path)
         return [load(path).facts["updates"] if path is not None else 0 for path in paths]
 
@@ -241,31 +201,28 @@ def test_the_best_and_the_newest_are_those_that_are_committed(tmp_path: Path, mo
     assert committed == [[0, 0], [3, 3], [6, 6], [9, 6], [9, 6], [12, 12], [12, 12]]
 
 
-def test_the_best_is_the_one_before_until_the_next_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_old_one_that_cannot_be_removed_takes_nothing_from_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    seen = []
+    def refuse(*_: object) -> None:
+        raise TrainerError("old checkpoints cannot be removed: Directory not empty")
 
-    def watched(*args: Any, **options: Any) -> Any:
-        seen.append((checkpoints.best_path, args[1]))
-        return commit(*args, **options)
-
-    monkeypatch.setattr("trainer.checkpoint.run.saver.commit", watched)
-    run, model, optimizer, checkpoints = start(tmp_path, every_epochs=1, best="max", keep=1)
-    loader = run.loader(numbered(6), 2)
-    for epoch in run.epochs(3):
-        for inputs, _ in loader:
-            step(run, model, optimizer, inputs)
-        checkpoints.rate(epoch)
-    assert [path.name if path else None for path, _ in seen] == [None, *(name for _, name in seen[:-1])]
+    monkeypatch.setattr("trainer.checkpoint.run.storage.prune", refuse)
+    run, model, optimizer, _ = start(tmp_path, every_updates=1, keep=1, on_error="stop")
+    train(run, model, optimizer, epochs=1)
+    assert len(saved(tmp_path)) == 4
+    assert "cannot be removed: Directory not empty; the new one is saved" in capfd.readouterr().err
 
 
-def test_a_pass_before_the_training_takes_nothing_away(tmp_path: Path) -> None:
-    run, model, optimizer, _ = start(tmp_path, every_updates=1, keep=9)
-    loader = run.loader(numbered(6), 2)
-    assert sum(len(inputs) for inputs, _ in loader) == 6  # for a mean, say
-    loader.epoch = 0
-    for _ in run.epochs(1):
-        for inputs, _ in loader:
-            step(run, model, optimizer, inputs)
-    assert saved(tmp_path) == [(0, 1, [2]), (0, 2, [4]), (0, 3, [6]), (1, 3, [0])]
+def test_an_error_that_is_not_ours_is_told_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_held, checkpoints = start(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise TypeError
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(TrainerError, match="the checkpoint cannot be written: TypeError"):
+        checkpoints.save()
+    monkeypatch.undo()
+    checkpoints.save()
+    assert saved(tmp_path) == [(0, 0, [])]

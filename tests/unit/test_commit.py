@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from tests.unit.checkpoints import FILES, NAME, Writer, failing_at, names, never, save, writers
-from trainer.checkpoint.disk import durable
+from tests.unit.checkpoints import FILES, NAME, failing_at, names, never, save, writers
 from trainer.checkpoint.disk.commit import commit, prune, remove_partial
-from trainer.checkpoint.disk.committed import Manifest, find, load, name_of, newest, order_of
+from trainer.checkpoint.disk.committed import Manifest, find, load, name_of, newest
 from trainer.checkpoint.disk.durable import FileEntry
 from trainer.errors import ConfigError, DataError, TrainerError
 
@@ -31,17 +28,6 @@ def test_what_was_committed_is_found(tmp_path: Path) -> None:
     assert newest(folder, never) == committed == load(folder / NAME)
     assert {name: (folder / NAME / name).read_bytes() for name in FILES} == FILES
     assert names(folder) == [NAME]
-
-
-def test_a_renamed_copy_keeps_its_numbers(tmp_path: Path) -> None:
-    path = save(tmp_path, 7)
-    path.rename(tmp_path / "best")
-    assert load(tmp_path / "best").order == (1, 1, 7)
-
-
-@pytest.mark.parametrize("numbers", [(0, 0, 0), (3, 2, 1200), (12345, 10**9, 10**12)])
-def test_a_name_gives_its_numbers_back(numbers: tuple[int, int, int]) -> None:
-    assert order_of(name_of(*numbers)) == numbers
 
 
 @pytest.mark.parametrize(
@@ -70,14 +56,6 @@ def test_the_newest_goes_by_numbers_not_by_text(tmp_path: Path) -> None:
     assert find(tmp_path) == [tmp_path / name_of(*order) for order in reversed(orders)]
     assert find(tmp_path / "none") == []
     assert newest(tmp_path / "none", never) is None
-
-
-def test_the_folder_must_be_readable(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"^checkpoints in \S+/file cannot be listed: Not a directory$"):
-        find(tmp_path / "file")
-    with pytest.raises(TrainerError, match=r"^checkpoint \S+ cannot be written: file: File exists$"):
-        save(tmp_path / "file", 1)
 
 
 def damage(path: Path, change: str) -> None:
@@ -156,16 +134,6 @@ def test_what_cannot_be_read_for_a_while_is_not_passed_over(
     assert not isinstance(raised.value, DataError)
 
 
-def test_one_that_is_pruned_while_it_is_read_is_not_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    older, newer = save(tmp_path, 1), save(tmp_path, 2)
-    prune(tmp_path, [older])
-    listings = iter([[newer, older], [older]])
-    monkeypatch.setattr("trainer.checkpoint.disk.committed.find", lambda folder: next(listings))
-    checkpoint = newest(tmp_path, never)
-    assert checkpoint is not None
-    assert checkpoint.path == older
-
-
 def test_a_valid_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     path = save(tmp_path, 1, samples=5)
     with pytest.raises(TrainerError, match=r"^checkpoint \S+ is there already$"):
@@ -181,33 +149,12 @@ def test_a_file_lies_in_the_checkpoint_itself(tmp_path: Path, name: str) -> None
     assert names(tmp_path) == []
 
 
-def test_a_check_sees_the_files_and_can_stop_the_commit(tmp_path: Path) -> None:
-    seen = list[list[str]]()
-    commit(tmp_path, NAME, writers(), {}, check=lambda place: seen.append(names(place)))
-    assert seen == [sorted(FILES)]
-
-    def refuse(place: Path) -> None:
-        raise DataError("not finite")
-
-    with pytest.raises(DataError, match="not finite"):
-        commit(tmp_path, name_of(2, 0, 0), writers(), {}, check=refuse)
-    assert names(tmp_path) == [NAME]
-
-
 def test_pruning_keeps_what_it_is_told_to(tmp_path: Path) -> None:
     paths = [save(tmp_path, update) for update in range(4)]
     (tmp_path / "notes").mkdir()
     prune(tmp_path, paths[2:])
     assert names(tmp_path) == [paths[2].name, paths[3].name, "notes"]
     prune(tmp_path / "none", [])
-
-
-def test_pruning_leaves_alone_what_is_being_written(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    commit(tmp_path, NAME, writers(), {}, check=lambda place: prune(tmp_path, []))
-    assert names(tmp_path) == [NAME]
-    assert not path.exists()
-    load(tmp_path / NAME)
 
 
 def test_what_interrupted_calls_left_is_removed(tmp_path: Path) -> None:
@@ -223,47 +170,6 @@ def test_what_interrupted_calls_left_is_removed(tmp_path: Path) -> None:
     remove_partial(tmp_path / "none")
 
 
-def test_a_left_over_does_not_stop_a_commit(tmp_path: Path) -> None:
-    (tmp_path / f".{NAME}.partial").mkdir(parents=True)
-    (tmp_path / f".{NAME}.partial" / "weights.pt").touch()
-    commit(tmp_path, NAME, writers(), {})
-    assert names(tmp_path) == [NAME]
-
-
-def test_pytorch_and_numpy_write_through_the_hash(tmp_path: Path) -> None:
-    state = {"weights": torch.randn(1000, 500), "step": torch.tensor(3)}
-    array = np.arange(300_000)
-    files: dict[str, Writer] = {
-        "model.pt": lambda file: torch.save(state, file),
-        "array.npy": lambda file: np.save(file, array),
-        "closed": lambda file: io.TextIOWrapper(file, write_through=True).write("text"),
-    }
-    path = commit(tmp_path, NAME, files, {}).path
-    load(path)
-    read = torch.load(path / "model.pt", weights_only=True, mmap=True)
-    assert torch.equal(read["weights"], state["weights"])
-    assert np.array_equal(np.load(path / "array.npy"), array)
-    assert (path / "closed").read_text() == "text"
-
-
-def test_new_folders_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced = list[Path]()
-    monkeypatch.setattr(durable, "sync_folder", synced.append)
-    for _ in range(2):
-        durable.make_folder(tmp_path / "runs" / "checkpoints")
-    assert synced == [tmp_path, tmp_path / "runs"]
-
-
-def test_a_failed_writer_leaves_nothing(tmp_path: Path) -> None:
-    def fail(file: BinaryIO) -> None:
-        file.write(b"half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        commit(tmp_path, NAME, {**writers(), "last": fail}, {})
-    assert names(tmp_path) == []
-
-
 def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     earlier = save(tmp_path, 1)
     for code, reason in [(errno.ENOSPC, "No space left on device"), (errno.EDQUOT, "Disk quota exceeded")]:
@@ -274,24 +180,6 @@ def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, monkeypatch: pytest
         assert str(caught.value) == f"checkpoint {path} cannot be written: loader.json: {reason}"
         assert names(tmp_path) == [earlier.name]
     save(tmp_path, 2)
-
-
-@pytest.mark.parametrize("failed", range(6))
-def test_a_sync_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: int) -> None:
-    earlier = save(tmp_path, 1)
-    failing_at(monkeypatch, "fsync", failed, errno.EIO)  # four files, the partial folder, its parent
-    with pytest.raises(TrainerError, match=r"cannot be written: \S+: Input/output error$"):
-        save(tmp_path, 2)
-    assert names(tmp_path) == [earlier.name]
-
-
-def test_a_folder_that_cannot_be_synced_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tmp_path.joinpath("checkpoints").mkdir()
-    failing_at(monkeypatch, "fsync", 4, errno.EINVAL, errno.EINVAL)
-    path = save(tmp_path / "checkpoints", 1)
-    failing_at(monkeypatch, "fsync", 0, errno.EINVAL)
-    prune(path.parent, [])
-    assert names(path.parent) == []
 
 
 @pytest.mark.parametrize("share", [0.3, 0.0])
@@ -319,43 +207,10 @@ def test_a_file_that_is_shorter_than_what_was_written(tmp_path: Path, monkeypatc
         save(tmp_path, 1)
 
 
-def test_an_interrupted_removal_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    older, newer = save(tmp_path, 1), save(tmp_path, 2)
-    with monkeypatch.context() as broken:
-        failing_at(broken, "unlink", 1, errno.EIO)
-        with pytest.raises(TrainerError, match=r"^old checkpoints in \S+ cannot be removed: Input/output error$"):
-            prune(tmp_path, [newer])
-    assert find(tmp_path) == [newer]
-    assert len(names(tmp_path)) == 2
-    save(tmp_path, 1)
-    prune(tmp_path, [newer])  # the same name again
-    assert names(tmp_path) == [newer.name]
-    assert not older.exists()
-
-
 def test_a_full_disk_is_the_error_that_pytorch_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing_at(monkeypatch, "write", 1, errno.ENOSPC)
     with pytest.raises(TrainerError, match=r"model\.pt: No space left on device"):
         commit(tmp_path, NAME, {"model.pt": lambda file: torch.save(torch.randn(1_000_000), file)}, {})
-    assert names(tmp_path) == []
-
-
-def test_a_writer_cannot_go_on_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing_at(monkeypatch, "write", 0, errno.EIO)
-    files, refused = list[BinaryIO](), list[OSError]()
-
-    def careless(file: BinaryIO) -> None:
-        files.append(file)
-        for _ in range(3):
-            try:
-                file.write(b"1" * 5_000_000)
-            except OSError as error:
-                refused.append(error)
-
-    with pytest.raises(TrainerError, match="Input/output error"):
-        commit(tmp_path, NAME, {"careless": careless}, {})
-    assert len(refused) == 3
-    assert files[0].closed
     assert names(tmp_path) == []
 
 

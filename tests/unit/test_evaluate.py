@@ -47,14 +47,6 @@ def test_an_evaluation_neither_trains_nor_drops_out() -> None:
     assert torch.equal(torch.random.get_rng_state(), noise)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_an_evaluation_leaves_the_model_in_the_mode_it_was_in(training: bool) -> None:
-    trainer = make()
-    trainer.model.train(training)
-    trainer.evaluate(blobs(20))
-    assert trainer.model.training is training
-
-
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_validating_does_not_change_what_is_trained(in_memory: bool) -> None:
     data = blobs(30)

@@ -163,7 +163,7 @@ def test_a_loop_without_a_loader_of_ours_trains_again_after_a_checkpoint(record:
 
 
 def test_the_folder_of_a_record_and_the_pieces_of_a_file_are_noted(record: Path, tmp_path: Path) -> None:
-    folder = RunFolder(World(), lambda value: value, tmp_path / "run", {"checkpoints": ""}, tensorboard=False)
+    folder = RunFolder(World(), lambda value: value, tmp_path / "run", {"checkpoints": ""})
     assert read(record).folder == str(folder.path)
     before = read(record).pieces
     write_file(tmp_path / "state", lambda stream: stream.write(bytes(3 << 20)))

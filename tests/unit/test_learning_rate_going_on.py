@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from tests.unit.blobs import blobs, network
-from trainer import Callback, CheckpointConfig, EpochRecord, FitContext, Trainer, TrainerConfig
+from trainer import Callback, CheckpointConfig, ConfigError, EpochRecord, FitContext, Trainer, TrainerConfig
 
 UPDATES = 4
 """In an epoch."""
@@ -84,8 +84,7 @@ def _scheduler(kind: str, optimizer: torch.optim.Optimizer) -> LRScheduler | Non
 @pytest.mark.parametrize(
     ("first", "then", "said", "rate"),
     [
-        # Fewer ranks, more ranks, with a warm-up that is over.
-        ({"ranks": 2}, {}, "learning rate 0.05, then constant", 0.05),
+        # More ranks, with a warm-up that is over.
         (
             {"ranks": 1},
             {"ranks": 2, "warmup": 1.0},
@@ -93,8 +92,8 @@ def _scheduler(kind: str, optimizer: torch.optim.Optimizer) -> LRScheduler | Non
             "then constant; now 0.1",
             0.1,
         ),
-        # An edited decay.
-        ({"decay": "cosine"}, {}, "learning rate 0.05, then constant", 0.05),
+        # An edited rate.
+        ({}, {"lr": 0.01}, "learning rate 0.01, then constant", 0.01),
         (
             {"decay": "cosine"},
             {"decay": "cosine", "lr": 0.1},
@@ -102,10 +101,10 @@ def _scheduler(kind: str, optimizer: torch.optim.Optimizer) -> LRScheduler | Non
             0.025,
         ),
         (
-            {"kind": "step"},
-            {"kind": "step"},
-            "learning rate by StepLR, one step per update; not scaled; now 0.0125",
-            0.0125,
+            {"kind": "plateau"},
+            {"kind": "plateau"},
+            "learning rate by ReduceLROnPlateau, one step per epoch; not scaled; now 0.0005",
+            0.0005,
         ),
     ],
 )
@@ -126,14 +125,22 @@ def test_a_constant_rate_that_a_callback_has_changed_goes_on(tmp_path: Path) -> 
     assert again.said == "learning rate 0.025, then constant"
 
 
-def test_a_difference_from_the_script_is_told_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    Fit(tmp_path).run(epochs=1)
-    capfd.readouterr()
-    Fit(tmp_path).run(epochs=2)
-    assert "differs" not in capfd.readouterr().err
-    for epochs in (3, 4):  # at each start, as long as it is there
-        edited = Fit(tmp_path, lr=0.01, weight_decay=0.5).run(epochs=epochs)
-        (line,) = [line for line in capfd.readouterr().err.splitlines() if "differs" in line]
-        assert ("lr of group 1 = 0.1 from the script (checkpoint: 0.5)" in line) == (epochs == 3)  # which counts
-        assert "weight_decay of group 1 = 0 from the checkpoint (script: 0.5); see docs/surviving.md" in line
-        assert edited.trainer.optimizer.param_groups[1]["weight_decay"] == 0
+def test_the_rate_of_a_scheduler_is_the_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Fit(tmp_path, kind="step").run(epochs=1)
+    again = Fit(tmp_path, kind="step", lr=0.4, weight_decay=0.5).run(epochs=2)
+    err = capfd.readouterr().err
+    assert (
+        "from the checkpoint, not from the script: lr of group 0 = 0.05 (script: 0.4), weight_decay of group 0" in err
+    )
+    assert again.rates[0][0] == 0.025
+    assert "now 0.025" in again.said
+    assert again.trainer.optimizer.param_groups[1]["weight_decay"] == 0
+
+
+def test_a_scheduler_that_ends_before_the_training_is_told_before_it(tmp_path: Path) -> None:
+    Fit(tmp_path, kind="one cycle").run(epochs=2)
+    again = Fit(tmp_path, kind="one cycle")
+    with pytest.raises(ConfigError, match=r"made for 8 steps \(total_steps\), and 12 are to be taken, one per update"):
+        again.run(epochs=3)
+    assert again.rates == []
+    assert len(Fit(tmp_path, kind="one cycle").run(epochs=2).records) == 2

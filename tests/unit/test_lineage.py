@@ -33,17 +33,6 @@ def test_updates_after_the_checkpoint_count_once() -> None:
     assert found(start(1, None, 1, 2, 3), start(2, name_of(1, 0, 2), 3, 4)) == []
 
 
-def test_a_start_that_saved_nothing_counts_for_nothing() -> None:
-    saved = name_of(1, 0, 1)
-    assert found(start(1, None, 1), start(1, None, 1, 2), start(2, saved, 2), start(2, saved, 2, 3, 4)) == []
-    assert found(start(1, None, 1, 2), start(1, None, 1, 2, 3, 4)) == []
-
-
-def test_a_start_whose_checkpoints_were_damaged_counts_for_nothing() -> None:
-    saved = name_of(1, 0, 2)
-    assert found(start(1, None, 1, 2), start(2, saved, 3), start(3, saved, 3, 4)) == []
-
-
 def test_an_update_that_is_missing_is_found() -> None:
     assert found(start(1, None, 1), start(2, name_of(1, 0, 2), 3, 4)) == [
         "update 2 of attempt 1 was saved, and no rank has logged it"
@@ -54,25 +43,6 @@ def test_a_sample_that_is_trained_twice_is_found() -> None:
     whole = start(1, None, 1, 2, 3, 4)
     whole.updates[4][1]["samples"] = [2]
     assert found(whole) == ["epoch 1: samples [3] were never trained, [2] more than once"]
-
-
-def test_a_checkpoint_that_nobody_has_made_is_found() -> None:
-    assert found(start(2, name_of(1, 0, 2), 3, 4)) == [
-        "epoch 0: samples [0, 1, 2, 3] were never trained, [] more than once"
-    ]
-
-
-def test_logs_are_read_in_the_order_of_the_starts(tmp_path: Path) -> None:
-    for name, time, resumed in (("a", 5.0, "later"), ("b", 1.0, None)):
-        for rank in range(2):
-            lines = [
-                {"attempt": 1, "resumed": resumed, "time": time + rank},
-                {"update": 1, "epoch": 0, "samples": [rank], "time": time + 3 - rank},
-            ]
-            (tmp_path / f"{name}-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    starts = read(tmp_path)
-    assert [(one.resumed, one.time, one.first_update_s) for one in starts] == [(None, 1.0, 3.0), ("later", 5.0, 7.0)]
-    assert len(starts[0].updates[1]) == 2
 
 
 def test_ranks_that_went_on_from_different_checkpoints_are_found(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,6 @@ class Clock:
     def monotonic(self) -> float:
         self.now += 1.0
         return self.now
-
-
-class Seven:
-    """Seven numbers, without a length."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(7))
 
 
 class Shown:
@@ -92,57 +85,6 @@ def test_progress_yields_the_loaders_batches_and_shows_epoch_samples_and_time_le
     ]
 
 
-def test_an_evaluation_and_epochs_that_are_not_counted_have_names_of_their_own(shown: list[Any]) -> None:
-    run = init("single")
-    list(run.progress(run.loader(data(50), 10, training=False)))
-    loader = run.loader(data(50), 10)
-    list(run.progress(loader))
-    list(run.progress(loader))
-    assert [entry[0] for entry in shown[::6]] == ["evaluation", "epoch 1", "epoch 2"]
-    assert [entry[-1] for entry in shown[5::6]] == ["cleared"] * 3
-
-
-def test_epochs_that_an_interrupted_run_had_are_counted_but_not_timed(shown: list[Any]) -> None:
-    run = init("single")
-    loader = run.loader(data(50), 10)
-    for _ in run.epochs(4, start=2):
-        list(run.progress(loader))
-    assert [entry[0] for entry in shown[::6]] == ["epoch 3/4", "epoch 4/4"]
-    assert shown[0][-1] == "0:09 left"
-
-
-def test_a_stream_without_a_length_shows_the_samples_so_far(shown: list[Any]) -> None:
-    run = init("single")
-    for _ in run.epochs(2):
-        loader = run.loader(Seven(), 5)  # any iterable will do
-        for _ in run.progress(loader):
-            pass
-    assert shown[:2] == [("epoch 1/2", 5, None, "5 samples/s"), ("epoch 1/2", 7, None, "4 samples/s")]
-
-
-def test_batches_that_come_whole_are_counted_as_such(shown: list[Any]) -> None:
-    run = init("single")
-    list(run.progress(run.loader(data(5), batch_sampler=[[0, 1, 2], [3], [4]])))
-    assert shown[:2] == [("epoch 1", 1, 3, "1 batches/s", "0:02 left"), ("epoch 1", 2, 3, "1 batches/s", "0:01 left")]
-
-
-def test_a_loop_that_is_left_early_leaves_no_bar(shown: list[Any]) -> None:
-    run = init("single")
-    for number, _ in enumerate(run.progress(run.loader(data(50), 10))):
-        if number == 3:
-            break
-    assert shown[-1] == ("cleared",)
-    assert run.sync_gradients
-
-
-def test_what_is_logged_is_shown_beside_the_progress(shown: list[Any]) -> None:
-    run = init("single")
-    for step, _ in enumerate(run.progress(run.loader(data(50), 10))):
-        run.log({"loss": torch.tensor(0.5 + step), "lr": 0.1}, step=step)
-    assert shown[0][3:5] == ("loss 0.5", "lr 0.1")
-    assert shown[4][3:5] == ("loss 4.5", "lr 0.1")
-
-
 @pytest.mark.filterwarnings("error")
 def test_a_record_has_settings_and_a_line_for_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
@@ -170,27 +112,6 @@ def test_a_record_has_settings_and_a_line_for_each_call(tmp_path: Path, monkeypa
     # A later start finds the folder with a run, and does not know yet whether it goes on with that.
     with pytest.raises(ConfigError, match=r"run\.record was called before run\.checkpoints"):
         run.checkpoints(tmp_path / "checkpoints")
-
-
-@pytest.mark.needs("tensorboard")
-def test_tensorboard_has_the_logged_values_when_the_run_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    run = init("single")
-    run.record(tmp_path, tensorboard=True)
-    for step in (50, 100):
-        run.log({"train/loss": 1 / step}, step=step)
-    run.close()
-    assert run.record(tmp_path / "other", tensorboard=True) == tmp_path / "other"
-    closed: list[object] = []
-    monkeypatch.setattr(SummaryWriter, "close", lambda self: closed.append(self))
-    run.close()
-    assert len(closed) == 1
-    points = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
-    assert [(point.step, round(point.value, 6)) for point in points] == [(50, 0.02), (100, 0.01)]
 
 
 def test_another_rank_shows_and_writes_nothing_and_waits_for_no_device(
@@ -235,22 +156,6 @@ def test_functions_get_the_values_as_numbers_and_their_step(tmp_path: Path) -> N
     run.log({"loss": 0.25}, step=100)
     assert calls[1:] == [(100, {"loss": 0.25}), (100, "of the second")]
     assert [line["loss"] for line in lines(tmp_path / "steps.jsonl")] == [0.25]
-
-
-def test_a_function_is_called_on_rank_0_only() -> None:
-    run = of_rank_1()
-    run.log_to(lambda values, step: pytest.fail("was called"))
-    run.log({"loss": torch.zeros(3)}, step=1)  # would be refused on rank 0
-
-
-def test_what_a_function_raises_reaches_the_script() -> None:
-    def refuse(values: dict[str, float], step: int) -> None:
-        raise ValueError(f"step {step} is unknown")
-
-    run = init("single")
-    run.log_to(refuse)
-    with pytest.raises(ValueError, match=r"^step 3 is unknown$"):
-        run.log({"loss": 0.5}, step=3)
 
 
 def test_a_line_is_json_and_keeps_its_own_names(tmp_path: Path) -> None:

@@ -45,18 +45,6 @@ def test_a_signal_sets_a_flag_and_the_program_goes_on(preemption: Preemption) ->
     assert preemption.received is signal.SIGTERM
 
 
-def test_the_status_file_has_the_signal_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-    monkeypatch.setattr("trainer.checkpoint.run.preemption.note", lambda signal: told.append(signal))
-    preemption = Preemption(lambda: False, grace_s=60)
-    os.kill(os.getpid(), signal.SIGTERM)
-    deadline = time.monotonic() + 10
-    while not told and time.monotonic() < deadline:
-        time.sleep(0.01)
-    preemption.close()
-    assert told == [signal.SIGTERM]
-
-
 def test_afterwards_signals_are_handled_as_before() -> None:
     earlier = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)]
     preemption = Preemption(lambda: False, grace_s=60)
@@ -67,16 +55,6 @@ def test_afterwards_signals_are_handled_as_before() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_a_signal_that_was_ignored_before_is_noted() -> None:
-    # As in the ranks of jobs/slurm.sbatch, which ignore it from their start on.
-    earlier = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    preemption = Preemption(lambda: False, grace_s=60)
-    os.kill(os.getpid(), signal.SIGUSR2)
-    preemption.close()
-    assert preemption.received is signal.SIGUSR2
-    assert signal.signal(signal.SIGUSR2, earlier) == signal.SIG_IGN
-
-
 def test_a_process_that_has_saved_asks_for_another_start() -> None:
     assert run(is_saved="True")[:2] == (75, "")
 
@@ -84,13 +62,6 @@ def test_a_process_that_has_saved_asks_for_another_start() -> None:
 def test_one_that_cannot_save_ends_when_the_time_is_over() -> None:
     code, output, _ = run()
     assert (code, output) == (128 + signal.SIGUSR2, "trainer: SIGUSR2: not saved within 0.5 s\n")
-
-
-def test_one_that_has_saved_and_takes_long_to_end_is_no_failure() -> None:
-    slow = "import atexit; atexit.register(time.sleep, 30); preemption.saved()"
-    code, output, seconds = run(before=slow, after="sys.exit(75)")
-    assert (code, output) == (75, "")
-    assert seconds < 25
 
 
 def test_one_that_waits_in_a_library_is_watched_as_well() -> None:
@@ -114,14 +85,4 @@ def test_a_child_ends_by_the_signal_and_tells_the_parent_nothing(preemption: Pre
     os.kill(child, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     time.sleep(0.2)
-    assert preemption.received is None
-
-
-def test_a_child_is_not_ended_by_the_signal_of_a_preemption(preemption: Preemption) -> None:
-    child = os.fork()
-    if not child:
-        os.kill(os.getpid(), signal.SIGUSR2)
-        os._exit(7)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 7
     assert preemption.received is None

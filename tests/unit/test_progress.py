@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from tests.unit.contexts import make_context
@@ -61,15 +59,6 @@ def test_lines_come_at_the_interval_and_not_with_every_event(clock: Clock, capsy
     ]
 
 
-def test_a_long_job_shows_hours_left(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    progress, context = Progress(every_s=10.0), context_on()
-    progress.on_fit_start(context)
-    clock.now += 60
-    progress.on_progress(context, event(done=10))
-    # 1,990 samples at 6 s each.
-    assert capsys.readouterr().out.endswith(" 3:19:00 left\n")
-
-
 def test_an_epochs_end_is_always_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     progress, context = Progress(every_s=1e9), context_on()
     progress.on_fit_start(context)
@@ -82,16 +71,3 @@ def test_an_epochs_end_is_always_a_line(capsys: pytest.CaptureFixture[str]) -> N
         "epoch 2/2: loss 0.2500, validation loss 0.1250, accuracy 98.76 %, error 0.3500, evaluated 99/100, "
         "4.00 s (250 samples/s)",
     ]
-
-
-@pytest.mark.parametrize("on_terminal", [False, True])
-def test_other_ranks_show_nothing(
-    on_terminal: bool, clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal)
-    progress, context = Progress(every_s=0.0), context_on(rank=1)
-    progress.on_fit_start(context)
-    clock.now += 5
-    progress.on_progress(context, event(done=500))
-    progress.on_epoch_end(context, epoch(1))
-    assert capsys.readouterr() == ("", "")

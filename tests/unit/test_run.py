@@ -45,10 +45,9 @@ def test_a_trainer_trains_on_the_handle_of_a_script() -> None:
     assert len(trainer.fit(make_data(12), epochs=2)) == 2
 
     assert Trainer(model, sgd(model), F.cross_entropy, config=config, **quiet).config is config
-    with pytest.raises(ConfigError, match=r"config has seed 4, and its run has 3; give the config to trainer\.init"):
-        Trainer(model, sgd(model), F.cross_entropy, config=TrainerConfig(seed=4, device="cpu"), **quiet)
-    with pytest.raises(ConfigError, match=r"given both run and strategy; choose the strategy in trainer\.init"):
-        Trainer(model, sgd(model), F.cross_entropy, strategy="single", **quiet)
+    for other in ({"config": TrainerConfig(seed=4, device="cpu")}, {"strategy": "single"}):
+        with pytest.raises(ConfigError, match=r"Trainer was given run, and another strategy or config beside it"):
+            Trainer(model, sgd(model), F.cross_entropy, **other, **quiet)
     plain = {**quiet, "run": init("single", accumulate=2)}
     assert Trainer(model, sgd(model), F.cross_entropy, **plain).config == TrainerConfig(accumulate=2)
     with pytest.raises(ConfigError, match="init takes config, or settings one by one; seed was given beside config"):

@@ -17,7 +17,7 @@ from tests.unit.contexts import make_context
 from trainer import EpochRecord, Evaluation, FitContext, TrainerConfig, TrainerError, UpdateRecord, World
 from trainer.report.run_record import RunRecord
 
-FILES = ["epochs.jsonl", "settings.json", "steps.jsonl", "summary.json"]
+FILES = ["epochs.jsonl", "settings.json", "steps.jsonl"]
 
 
 def context_on(rank: int = 0, from_root: tuple[str, str] = ("", "runs/of-rank-0")) -> FitContext:
@@ -49,7 +49,6 @@ def leave_record(record: RunRecord, context: FitContext) -> None:
     for done in epochs:
         record.on_update(context, update(done.updates))
         record.on_epoch_end(context, done)
-    record.on_fit_end(context, epochs)
 
 
 def content(path: Path) -> Any:
@@ -76,24 +75,6 @@ def test_the_settings_say_what_was_run_where_and_with_which_versions(
     assert settings["versions"]["torch"] == torch.__version__.split("+")[0]
 
 
-def test_there_is_one_line_per_epoch_with_its_validation(tmp_path: Path) -> None:
-    leave_record(RunRecord(tmp_path), context_on())
-    lines = [json.loads(line) for line in (tmp_path / "epochs.jsonl").read_text().splitlines()]
-    assert lines[0] == {
-        "epoch": 1,
-        "epochs": 2,
-        "train_loss": 1.0,
-        "samples": 40,
-        "seconds": 2.0,
-        "learning_rate": 0.1,
-        "validation": {"metrics": {"loss": 0.5, "accuracy": 0.25}, "evaluated": 10, "samples": 10},
-        "updates": 100,
-        "world_size": 2,
-        "samples_per_s": 20.0,
-    }
-    assert [line["epoch"] for line in lines] == [1, 2]
-
-
 def test_steps_have_a_line_each_with_the_seconds_since_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,38 +85,6 @@ def test_steps_have_a_line_each_with_the_seconds_since_the_start(
         {"step": 100, "seconds": 60.0, "epoch": 1, "samples": 700, "loss": 0.01, "lr": 0.25},
         {"step": 200, "seconds": 120.0, "epoch": 1, "samples": 1400, "loss": 0.005, "lr": 0.25},
     ]
-
-
-def test_the_summary_is_of_the_last_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.report.run_record.time.monotonic", itertools.count(1000.0, 60.0).__next__)
-    leave_record(RunRecord(tmp_path), context_on())
-    summary = content(tmp_path / "summary.json")
-    assert summary["epochs"] == 2
-    assert summary["train_loss"] == 0.5
-    assert summary["validation"]["metrics"]["accuracy"] == 0.5
-    assert summary["samples_per_s"] == [20.0, 20.0]
-    assert summary["seconds"] == 180.0
-
-
-def test_each_file_is_there_as_soon_as_it_can_be_and_the_summary_only_at_the_end(tmp_path: Path) -> None:
-    record, context = RunRecord(tmp_path / "new" / "run"), context_on()
-    assert names(tmp_path) == []
-    record.on_fit_start(context)
-    assert names(tmp_path / "new" / "run") == FILES[1:2]
-    record.on_update(context, update(50))
-    assert names(tmp_path / "new" / "run") == FILES[1:3]
-    record.on_epoch_end(context, epoch(1))
-    assert names(tmp_path / "new" / "run") == FILES[:3]
-    record.on_fit_end(context, [epoch(1)])
-    assert names(tmp_path / "new" / "run") == FILES
-
-
-def test_only_rank_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    record = RunRecord("auto")
-    leave_record(record, context_on(rank=1))
-    assert names(tmp_path) == []
-    assert record.folder == Path("runs/of-rank-0")
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
@@ -179,11 +128,6 @@ def test_a_disk_that_fills_up_costs_lines_of_the_record_and_one_warning(
     assert f"the run's record in {tmp_path} cannot be written: No space left on device; the training goes on" in line
 
 
-def test_every_rank_stops_where_rank_0_cannot_write(tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match=r"^no space left$"):
-        RunRecord(tmp_path).on_fit_start(context_on(rank=1, from_root=("no space left", "")))
-
-
 def test_auto_makes_a_folder_named_like_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["/some/where/train.py"])
@@ -192,49 +136,3 @@ def test_auto_makes_a_folder_named_like_the_script(tmp_path: Path, monkeypatch: 
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("train-2")
     assert names(folder) == FILES
-
-
-def test_two_runs_that_start_in_the_same_second_keep_their_own_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("time.strftime", lambda _: "20260102-030405")
-    for number in (1, 2):
-        leave_record(RunRecord("auto"), context_on())
-        assert len(names(tmp_path / "runs")) == number
-
-
-@pytest.mark.needs("tensorboard")
-def test_tensorboard_events_lie_beside_the_record(tmp_path: Path) -> None:
-    leave_record(RunRecord(tmp_path, tensorboard=True), context_on())
-    assert [name for name in names(tmp_path) if name.startswith("events.")] != []
-    assert [name for name in names(tmp_path) if not name.startswith("events.")] == FILES
-
-
-@pytest.mark.needs("tensorboard")
-def test_tensorboards_curves_go_over_the_updates(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    leave_record(RunRecord(tmp_path, tensorboard=True), context_on())
-    events = EventAccumulator(str(tmp_path)).Reload()
-    curves = {
-        name: [(point.step, round(point.value, 6)) for point in events.Scalars(name)]
-        for name in events.Tags()["scalars"]
-    }
-    assert curves == {
-        "train/loss": [(100, 0.01), (200, 0.005)],
-        "lr": [(100, 0.25), (200, 0.25)],
-        "train/loss_epoch": [(100, 1.0), (200, 0.5)],
-        "train/samples_per_s": [(100, 20.0), (200, 20.0)],
-        "epoch": [(100, 1.0), (200, 2.0)],
-        "validation/loss": [(100, 0.5), (200, 0.25)],
-        "validation/accuracy": [(100, 0.25), (200, 0.5)],
-    }
-
-
-def test_without_tensorboard_the_command_that_installs_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(TrainerError, match="`pip install tensorboard`"):
-        RunRecord(tmp_path, tensorboard=True).on_fit_start(context_on())

@@ -78,12 +78,6 @@ def test_others_stay_where_they_are(before: str, leads_session: bool, leads_grou
     assert ask(before, autogroup) == [False, leads_session, True, leads_group]
 
 
-@pytest.mark.parametrize("content", ["0\n", None])
-def test_where_linux_divides_cores_among_threads_alone_nothing_changes(content: str | None, autogroup: Path) -> None:
-    autogroup.unlink() if content is None else autogroup.write_text(content)
-    assert ask(LEADS_ITS_GROUP, autogroup) == [False, False, True, True]
-
-
 def test_who_has_a_terminal_stays_in_its_session(autogroup: Path) -> None:
     controller, terminal = os.openpty()
     try:

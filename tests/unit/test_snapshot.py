@@ -6,16 +6,14 @@ import io
 import re
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from trainer import TrainerError, init
+from trainer import TrainerError
 from trainer.checkpoint.run.snapshot import Snapshot
-from trainer.loop.random_numbers import random_state, set_random_state
 
 CPU = torch.device("cpu")
 
@@ -49,22 +47,6 @@ def test_the_second_snapshot_uses_the_memory_of_the_first() -> None:
     assert snapshot.copy({"weight": torch.zeros(4).double()})["weight"].dtype == torch.float64
 
 
-def test_views_of_the_same_memory_are_copied_each_as_it_is() -> None:
-    weight = torch.arange(4.0).view(2, 2)
-    state = {"whole": weight, "transposed": weight.t(), "row": weight[:1], "bits": weight.view(torch.int32)}
-    copied = Snapshot().copy(state)
-    assert all(
-        torch.equal(copied[name], tensor) and copied[name].dtype == tensor.dtype for name, tensor in state.items()
-    )
-
-
-def test_a_sparse_tensor_is_copied_as_well() -> None:
-    sparse = torch.eye(2).to_sparse()
-    copied = Snapshot().copy({"sparse": sparse})["sparse"]
-    sparse.mul_(3)
-    assert torch.equal(copied.to_dense(), torch.eye(2))
-
-
 def test_tied_weights_are_copied_once_and_stay_tied() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
@@ -72,11 +54,6 @@ def test_tied_weights_are_copied_once_and_stay_tied() -> None:
     copied = loaded(snapshot.copy({"model": model.state_dict()}))["model"]
     assert isinstance(copied, OrderedDict)
     assert copied["0.weight"].data_ptr() == copied["1.weight"].data_ptr()
-
-
-def test_a_modules_versions_are_kept() -> None:
-    copied = loaded(Snapshot().copy({"model": nn.BatchNorm1d(2).state_dict()}))["model"]
-    assert copied._metadata[""] == {"version": 2}  # type: ignore[attr-defined]
 
 
 def test_layout_and_type_are_kept() -> None:
@@ -107,33 +84,3 @@ def test_what_cannot_be_loaded_as_data_is_named(value: object) -> None:
     kind = type(value).__name__
     with pytest.raises(TrainerError, match=rf"^objects\.schedule\.last of the checkpoint's state is a {kind}, which"):
         Snapshot().copy({"objects": {"schedule": {"last": value}}})
-
-
-def test_random_numbers_go_on() -> None:
-    import random
-
-    state = loaded(Snapshot().copy(random_state(CPU)))
-    drawn = (random.random(), np.random.rand(), torch.rand(2).tolist())
-    set_random_state(state, CPU)
-    assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == drawn
-
-
-def test_the_state_is_copied_before_other_ranks_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = init("single")
-    model = run.prepare(nn.Linear(2, 1))
-    checkpoints = run.checkpoints(tmp_path)
-    calls: list[str] = []
-
-    def noted(name: str, call: Any) -> Any:
-        def wrapped(*args: Any) -> Any:
-            calls.append(name)
-            return call(*args)
-
-        return wrapped
-
-    monkeypatch.setattr(Snapshot, "copy", noted("copy", Snapshot.copy))
-    monkeypatch.setattr(run.strategy, "all_gather_object", noted("gather", run.strategy.all_gather_object))
-    checkpoints.save()
-    checkpoints.close()
-    assert calls[:2] == ["copy", "gather"]
-    del model  # which nobody but the script holds

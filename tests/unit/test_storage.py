@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +17,8 @@ from tests.unit.checkpoints import FACTS
 from trainer.checkpoint.disk.commit import commit
 from trainer.checkpoint.disk.committed import MANIFEST, Committed, load, name_of
 from trainer.checkpoint.run import storage
-from trainer.checkpoint.run.storage import Storage, load_run
-from trainer.errors import ConfigError, DataError, TrainerError
+from trainer.checkpoint.run.storage import Storage
+from trainer.errors import TrainerError
 
 
 class Ranks:
@@ -46,8 +45,8 @@ class Ranks:
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         return self.all_gather_object(value)[root]
 
-    def run(self, work: Callable[[int], Committed | None]) -> list[Committed | None]:
-        def on(rank: int) -> Committed | None:
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        def on(rank: int) -> Any:
             self.own.rank = rank
             return work(rank)
 
@@ -59,14 +58,14 @@ def save(folder: Path, attempt: int, updates: int, content: str) -> None:
     commit(folder, name_of(attempt, 0, updates), {"state": lambda file: file.write(content.encode())}, FACTS)
 
 
-def contents(folders: list[Path], resume: str | Path = "auto") -> list[str]:
+def contents(folders: list[Path]) -> list[str]:
     """Return what each host goes on from."""
     ranks = Ranks()
 
     def start(rank: int) -> Committed | None:
         kept = Storage(folders[rank], ranks)  # type: ignore[arg-type]
         try:
-            return kept.find_start(resume)[0]
+            return kept.find_start()
         finally:
             kept.close()
 
@@ -93,30 +92,6 @@ def test_hosts_that_have_trained_the_same_updates_apart_go_on_from_one_checkpoin
     assert contents(folders) == ["on a", "on a"]
 
 
-def test_one_that_is_named_is_handed_over_and_replaces_none_of_its_name(
-    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path / "other", 1, 20, "named")
-    path = tmp_path / "other" / name_of(1, 0, 20)
-    assert contents(folders, path) == ["named", "named"]
-    assert all(not folder.joinpath(path.name).exists() for folder in folders)  # both hosts see it at its path
-
-    def load_where_it_is(at: Path) -> Committed:
-        if at == path and Ranks.own.rank == 1:
-            raise DataError("it is missing")
-        return load_run(at)
-
-    monkeypatch.setattr(storage, "load_run", load_where_it_is)
-    save(folders[1], 1, 20, "mine")
-    with pytest.raises(ConfigError, match="are two checkpoints of one name; give another folder"):
-        contents(folders, path)
-    assert (folders[1] / path.name / "state").read_text() == "mine"
-    shutil.rmtree(folders[1] / path.name)
-    for _ in range(2):
-        assert contents(folders, path) == ["named", "named"]
-    assert [load(folder / path.name).facts for folder in folders] == [FACTS, FACTS]
-
-
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 def test_what_does_not_arrive_as_it_was_sent_is_not_there(
     chunk: int, folders: list[Path], monkeypatch: pytest.MonkeyPatch
@@ -136,7 +111,7 @@ def test_what_does_not_arrive_as_it_was_sent_is_not_there(
     assert contents(folders) == ["content", "content"]
 
 
-def test_one_that_can_no_longer_be_read_is_told_on_all_hosts(
+def test_a_checkpoint_that_can_no_longer_be_read_is_told_on_all_hosts(
     folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path) -> BinaryIO:
@@ -147,3 +122,19 @@ def test_one_that_can_no_longer_be_read_is_told_on_all_hosts(
     with pytest.raises(TrainerError, match="state cannot be read: Input/output error"):
         contents(folders)
     assert [path.name for path in folders[1].iterdir()] == [".lock"]
+
+
+def test_those_that_were_found_to_be_damaged_do_not_count_as_valid(folders: list[Path]) -> None:
+    save(folders[0], 1, 10, "valid")
+    save(folders[0], 1, 20, "damaged")
+    (folders[0] / name_of(1, 0, 20) / "state").write_text("other")
+    ranks = Ranks()
+
+    def start(rank: int) -> Any:
+        kept = Storage(folders[rank], ranks)  # type: ignore[arg-type]
+        kept.find_start()
+        save(folders[rank], kept.attempt, 15, "new")
+        kept.close()
+        return [path.name for path in kept.valid_paths()]
+
+    assert ranks.run(start) == [[name_of(2, 0, 15), name_of(1, 0, 10)]] * 2

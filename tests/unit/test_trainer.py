@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from tests.unit.blobs import blobs, fitted, make, network, weights
-from tests.unit.test_loader import Endless, Pairs
+from tests.unit.test_loader import Endless
 from trainer import (
     Callback,
     ConfigError,
@@ -25,7 +25,6 @@ from trainer import (
     TrainerConfig,
     TrainerError,
     accuracy,
-    init,
 )
 from trainer.data.shard_plan import permutation
 
@@ -56,15 +55,6 @@ def test_fit_is_bit_for_bit_the_loop_that_one_would_write_by_hand() -> None:
     assert torch.equal(fitted(data), by_hand)
 
 
-def test_the_training_loss_is_the_mean_over_samples_at_the_time_of_their_step() -> None:
-    data = blobs(25)
-    order = permutation(25, epoch=0, seed=0)
-    # With a learning rate of next to nothing the weights stay, and so does each sample's loss.
-    (record,) = make(lr=1e-12).fit(data, epochs=1)
-    expected = F.cross_entropy(network()(data.inputs[order]), data.targets[order]).item()
-    assert record.train_loss == pytest.approx(expected, rel=1e-9)
-
-
 @pytest.mark.parametrize("samples", [60, 67, 61, 41])
 @pytest.mark.parametrize("accumulate", [2, 3])
 @pytest.mark.parametrize("extra", [{}, {"clip_norm": 0.1}, {"decay": "cosine"}], ids=["plain", "clipped", "decayed"])
@@ -76,24 +66,6 @@ def test_accumulating_k_batches_equals_one_batch_k_times_as_large(
     added_up = fitted(data, batch_size=10, accumulate=accumulate, **extra)
     at_once = fitted(data, batch_size=10 * accumulate, **extra)
     torch.testing.assert_close(added_up, at_once, rtol=1e-12, atol=1e-12)
-
-
-def test_accumulation_counts_updates_for_the_learning_rate() -> None:
-    rates: list[float] = []
-
-    class Rates(Callback):
-        def on_epoch_end(self, context: FitContext, record: EpochRecord) -> None:
-            rates.append(record.learning_rate)
-
-    # Twice the rate for 2 micro-batches, reached after two epochs of three updates each.
-    trainer = make(accumulate=2, scale_lr=True, warmup_epochs=2, callbacks=[Rates()])
-    records = trainer.fit(blobs(60), epochs=3)
-    assert rates == pytest.approx([0.15, 0.2, 0.2])
-    assert [record.learning_rate for record in records] == rates
-
-
-def test_a_global_batch_takes_the_place_of_the_one_per_rank() -> None:
-    torch.testing.assert_close(fitted(blobs(60), global_batch_size=20), fitted(blobs(60), batch_size=20))
 
 
 @pytest.mark.parametrize("norm", [1e-3, 1e3])
@@ -123,38 +95,6 @@ def test_half_precision_trains_like_full_precision_about_as_well(precision: str,
     assert half[-1].train_loss == pytest.approx(full[-1].train_loss, rel=0.05)
 
 
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_images_reach_the_model_in_the_order_that_was_asked_for(channels_last: bool) -> None:
-    kept: list[bool] = []
-
-    class Images(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Conv2d(2, 3, 3)
-
-        def forward(self, images: Tensor) -> Tensor:
-            kept.append(images.is_contiguous(memory_format=torch.channels_last))
-            outputs: Tensor = self.layer(images).flatten(1)
-            return outputs
-
-    data = InMemory(torch.randn(6, 2, 5, 5), torch.zeros(6, dtype=torch.int64))
-    make(Images(), channels_last=channels_last).fit(data, data, epochs=1)
-    assert set(kept) == {channels_last}
-
-
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_convolutions_of_one_channel_compute_in_the_order_that_was_asked_for(channels_last: bool) -> None:
-    """Images of one channel are in both orders at once, so that the weights decide."""
-    kept: list[bool] = []
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 2), nn.Flatten())
-    model[1].register_forward_hook(
-        lambda _, inputs, __: kept.append(inputs[0].is_contiguous(memory_format=torch.channels_last))
-    )
-    data = InMemory(torch.randn(6, 1, 5, 5), torch.zeros(6, dtype=torch.int64))
-    make(model, channels_last=channels_last).fit(data, data, epochs=1)
-    assert set(kept) == {channels_last}
-
-
 def test_a_loss_that_is_no_number_ends_training_and_names_the_epoch() -> None:
     calls = itertools.count(1)
 
@@ -164,25 +104,6 @@ def test_a_loss_that_is_no_number_ends_training_and_names_the_epoch() -> None:
 
     with pytest.raises(TrainerError, match=r"the loss turned nan in epoch 2, by sample 30, at learning rate 0\.1"):
         make(loss=loss).fit(blobs(30), epochs=5)
-
-
-def test_an_infinite_loss_is_noticed_while_the_epoch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.fit.trainer._PROGRESS_INTERVAL_S", 0.0)
-    steps: list[int] = []
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        steps.append(len(targets))
-        return F.cross_entropy(outputs, targets) / 0.0
-
-    with pytest.raises(TrainerError, match="the loss turned inf in epoch 1, by sample 10"):
-        make(loss=loss).fit(blobs(30), epochs=1)
-    assert steps == [10]
-
-
-@pytest.mark.parametrize("epochs", [0, -1])
-def test_epochs_that_are_not_positive_are_refused(epochs: int) -> None:
-    with pytest.raises(ConfigError, match=f"epochs is {epochs}; it must be at least 1"):
-        make().fit(blobs(10), epochs=epochs)
 
 
 def empty() -> InMemory:
@@ -256,49 +177,3 @@ def test_the_same_seed_gives_the_same_weights_bit_by_bit_and_another_seed_others
 
     assert torch.equal(run(5), run(5))
     assert not torch.equal(run(5), run(6))
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_dataloader_dataset_gives_the_same_weights_as_the_same_data_in_memory(dropout: float) -> None:
-    data = blobs(35)
-    loaded = fitted(Pairs(data.inputs, data.targets), model=network(dropout=dropout))
-    assert torch.equal(loaded, fitted(data, model=network(dropout=dropout)))
-
-
-def test_the_model_stays_the_one_that_was_given() -> None:
-    model = network()
-    before = list(model.parameters())
-    trainer = make(model)
-    trainer.fit(blobs(20), epochs=1)
-    assert trainer.model is model
-    assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
-
-
-def test_a_loop_of_ones_own_gives_the_weights_of_fit() -> None:
-    data, model = blobs(25), network()
-    run = init("single", device="cpu")
-    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    loader = run.loader(data, 10)
-    for _ in run.epochs(2):
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            run.backward(F.cross_entropy(model(inputs), targets))
-            optimizer.step()
-    by_hand = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    assert torch.equal(by_hand, fitted(data))
-
-
-def test_batch_norm_over_the_global_batch_is_the_models_own_in_a_world_of_one() -> None:
-    def run(*, sync_batch_norm: bool) -> Tensor:
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
-        trainer = make(model, sync_batch_norm=sync_batch_norm)
-        trainer.fit(blobs(32), epochs=2)
-        return torch.cat([weights(trainer), *(buffer.double().flatten() for buffer in model.buffers())])
-
-    torch.testing.assert_close(run(sync_batch_norm=True), run(sync_batch_norm=False), rtol=1e-10, atol=1e-10)
-
-
-def test_a_strategy_that_there_is_not_is_refused_when_the_trainer_is_made() -> None:
-    with pytest.raises(ConfigError, match="strategy is 'nope'"):
-        Trainer(network(), torch.optim.SGD(network().parameters()), F.cross_entropy, strategy="nope", output=None)

@@ -12,7 +12,7 @@ from trainer import World
 from trainer.tuning import host as host_module
 from trainer.tuning import open_mpi, tune
 from trainer.tuning.host import host_cores, share_machine, tune_host
-from trainer.tuning.open_mpi import ring_from_bytes, single_copy_allowed, tune_open_mpi
+from trainer.tuning.open_mpi import tune_open_mpi
 
 CYCLE_TIME, FUSION, IDLE = "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", "OMPI_MCA_mpi_yield_when_idle"
 SINGLE_COPY, OPAL_PREFIX = "OMPI_MCA_btl_vader_single_copy_mechanism", "OPAL_PREFIX"
@@ -82,11 +82,6 @@ def test_ranks_of_mpirun_take_a_session_each(host: Host, launcher: str, size: in
     assert ("session" in tune_host(ranks(size, launcher=launcher))) == takes
 
 
-def test_a_world_of_one_keeps_pytorchs_threads(host: Host) -> None:
-    assert "threads" not in tune_host(World())
-    assert host.threads == []
-
-
 @pytest.mark.parametrize(
     ("launcher", "omp_num_threads", "threads"),
     [
@@ -105,39 +100,6 @@ def test_the_users_thread_count_stays(
     monkeypatch.setattr(torch, "get_num_threads", lambda: int(omp_num_threads or 8))
     tune_host(ranks(2, launcher=launcher))
     assert host.threads == threads
-
-
-def test_threads_that_the_user_has_set_in_python_stay(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert "threads" not in tune_host(ranks(2))
-    assert host.threads == []
-
-
-def test_a_second_job_of_the_same_process_is_not_taken_for_the_users_choice(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tune_host(ranks(4))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: host.threads[-1])
-    tune_host(ranks(2))
-    assert host.threads == [2, 4]
-
-
-@pytest.mark.parametrize(
-    ("world", "environment", "kept"),
-    [
-        (World(), {}, 1),
-        (ranks(2), {}, 1),
-        (ranks(2), {"MALLOC_TRIM_THRESHOLD_": "0"}, 0),
-        (ranks(2, device="cuda:0"), {}, 0),
-    ],
-    ids=["alone", "two ranks", "user's malloc", "gpu"],
-)
-def test_freed_memory_is_kept_on_the_cpu_unless_the_user_set_up_malloc(
-    host: Host, world: World, environment: dict[str, str], kept: int
-) -> None:
-    host.environment.update(environment)
-    assert ("freed memory" in tune_host(world)) == bool(kept)
-    assert host.kept_memory == kept
 
 
 def test_in_a_container_the_ranks_of_other_hosts_may_be_on_this_machine(
@@ -174,26 +136,11 @@ def test_ranks_of_several_hosts_yield_only_where_their_threads_outnumber_the_cor
     assert ("idle" in chosen) == yields
 
 
-@pytest.mark.parametrize("allowed", [True, False])
-def test_single_copy_is_switched_off_only_where_it_is_refused(
-    host: Host, monkeypatch: pytest.MonkeyPatch, allowed: bool
-) -> None:
-    monkeypatch.setattr(open_mpi, "single_copy_allowed", lambda: allowed)
-    chosen = tune_all(ranks(2))
-    assert host.environment.get(SINGLE_COPY) == (None if allowed else "none")
-    assert ("single copy" in chosen) != allowed
-
-
 def test_horovods_cycle_is_shortened_where_a_rank_waits_for_it(host: Host) -> None:
     assert "cycle time" not in tune_all(ranks(1))
     assert CYCLE_TIME not in host.environment
     assert "0.01 ms" in tune_all(ranks(2))["cycle time"]
     assert host.environment[CYCLE_TIME] == "0.01"
-
-
-def test_what_was_measured_on_cpus_is_not_set_for_gpus(host: Host) -> None:
-    assert "cycle time" not in tune_all(ranks(2, device="cuda:0"))
-    assert CYCLE_TIME not in host.environment
 
 
 @pytest.mark.parametrize(
@@ -213,12 +160,6 @@ def test_mpis_settings_are_not_set_under_gloo(host: Host) -> None:
     assert "fusion" not in tune_all(ranks(2, launcher="horovodrun"))
     assert "MPI's all-reduce" not in tune_all(World(size=4, local_size=2, launcher="horovodrun"))
     assert not {FUSION, RULES, USE_RULES} & host.environment.keys()
-
-
-@pytest.mark.parametrize(("launcher", "expected"), [("srun", "native"), ("mpirun", None)])
-def test_under_slurm_pmix_is_told_to_do_without_munge(host: Host, launcher: str, expected: str | None) -> None:
-    tune_all(ranks(2, launcher=launcher))
-    assert host.environment.get(PMIX_SECURITY) == expected
 
 
 @pytest.mark.parametrize("name", [CYCLE_TIME, FUSION, IDLE, SINGLE_COPY, OPAL_PREFIX, PMIX_SECURITY])
@@ -243,48 +184,6 @@ def test_between_hosts_mpi_reduces_large_messages_in_a_ring(host: Host) -> None:
     assert host.environment[USE_RULES] == "1"
 
 
-def test_the_users_choice_of_algorithm_stays(host: Host) -> None:
-    host.environment[USE_RULES] = "1"
-    assert "MPI's all-reduce" not in tune_open_mpi(World(size=4, local_size=2, launcher="mpirun"))
-    assert RULES not in host.environment
-
-
-def test_the_rules_say_what_is_said_of_them() -> None:
-    lines = [line.split("#")[0].split() for line in Path(open_mpi.__file__).with_name("open_mpi_rules.conf").open()]
-    numbers = [[int(number) for number in line] for line in lines if line]
-    assert numbers[:2] == [[1], [2]]  # one collective, the all-reduce
-    # Open MPI gives a smaller communicator the first rule: pairs have one of their own.
-    assert numbers[3:6] == [[2], [1], [0, 0, 0, 0]]
-    rules = [numbers[at : at + 4] for at in range(6, len(numbers), 4)]
-    assert numbers[2] == [1 + len(rules)]
-    for (fewest,), count, first, (size, algorithm, *_) in rules:
-        assert (count, first, algorithm) == ([2], [0, 0, 0, 0], 4)
-        most = min([other for (other,), *_ in rules if other > fewest], default=10_000) - 1
-        assert {ring_from_bytes(fewest), ring_from_bytes(most)} == {size}
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_the_relocated_open_mpi_is_named_only_where_there_is_one(
-    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: bool
-) -> None:
-    monkeypatch.setattr("sys.prefix", str(tmp_path))
-    if there:
-        (tmp_path / "lib").mkdir()
-        (tmp_path / "lib" / "libmpi.so.40").touch()
-    tune_all(ranks(2))
-    assert host.environment.get(OPAL_PREFIX) == (str(tmp_path) if there else None)
-
-
-@pytest.mark.parametrize("name", ["ssh", "rsh", "scp"])
-def test_without_ssh_one_process_starts_no_daemon_of_open_mpi(host: Host, tmp_path: Path, name: str) -> None:
-    (tmp_path / name).touch(mode=0o755)
-    host.environment["PATH"] = str(tmp_path)
-    tune_all(ranks(2))
-    assert "OMPI_MCA_ess_singleton_isolated" not in host.environment
-    tune_all(ranks(1, launcher=""))
-    assert host.environment.get("OMPI_MCA_ess_singleton_isolated") == ("1" if name == "scp" else None)
-
-
 @pytest.mark.parametrize(
     ("cpu_max", "cores"),
     [("max 100000", 8), ("400000 100000", 4), ("150000 100000", 1), ("50000 100000", 1), ("9900000 100000", 8)],
@@ -302,23 +201,3 @@ def test_under_srun_the_cores_are_those_of_the_job_on_this_host(monkeypatch: pyt
     for on_node, cores in (("16", 16), ("", 4)):
         monkeypatch.setenv("SLURM_CPUS_ON_NODE", on_node)
         assert host_cores.__wrapped__() == cores
-
-
-def test_without_a_quota_every_processor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(path: Path) -> str:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr(Path, "read_text", missing)
-    assert host_cores.__wrapped__() == 8
-
-
-def test_single_copy_is_allowed_where_a_process_may_read_its_own_memory() -> None:
-    if "Seccomp:\t0" not in Path("/proc/self/status").read_text():
-        pytest.skip("this process has a seccomp filter, which may refuse the call")
-    assert single_copy_allowed.__wrapped__()
-
-
-def test_single_copy_is_not_allowed_where_libc_lacks_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())  # a libc without the call
-    assert not single_copy_allowed.__wrapped__()

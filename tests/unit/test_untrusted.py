@@ -16,7 +16,7 @@ from trainer.checkpoint.disk.lock import lock_folder
 from trainer.errors import DataError, TrainerError
 from trainer.files import save_atomically
 from trainer.ops.supervise.folder import Events, locked
-from trainer.report.run_record import _append, _keep
+from trainer.report.run_record import _append, _checkpoints_of
 from trainer.untrusted import parse_json, read_file
 from trainer.watch.heartbeat import Heartbeat, Record
 from trainer.watch.job_folder import parse_verdict
@@ -77,7 +77,6 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "events.jsonl": lambda folder: Events(folder / "events.jsonl").say("start", "text"),
     "lock": lambda folder: locked(folder, "job").__enter__(),
     "steps.jsonl": lambda folder: _append(folder / "steps.jsonl", {}),
-    "epochs.jsonl": lambda folder: _keep(folder / "epochs.jsonl", lambda line: True),
 }
 
 
@@ -112,3 +111,8 @@ def test_a_heartbeat_names_its_process() -> None:
 def test_a_chunk_is_of_numbers(kind: str) -> None:
     with pytest.raises(ValueError, match="not a chunk"):
         decode(encode(kind, bytes(8)))
+
+
+def test_a_record_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_bytes(b"\xff")
+    assert _checkpoints_of(tmp_path) is None

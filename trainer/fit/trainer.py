@@ -45,7 +45,7 @@ class Trainer:
         loss: takes the model's outputs and the targets, returns the mean over the batch.
         run: the handle to train with, for a script that has called `trainer.init`; None calls it.
         strategy: a name out of `trainer.strategies.NAMES`, or a strategy; not given together with `run`.
-        config: see `TrainerConfig`; by default the run's. Its `RunConfig` fields must be those of `run`.
+        config: see `TrainerConfig`; not given together with `run`.
         metrics: further values for the evaluation, by name; each returns a sum over the batch.
         lr_scheduler: a scheduler of torch.optim.lr_scheduler for this optimizer, which then alone sets the learning
             rate; without it, `scale_lr`, `warmup_epochs` and `decay` do.
@@ -53,7 +53,6 @@ class Trainer:
         callbacks: see `Callback`.
         output: the folder of this run's record, which must not hold a record yet; "auto" makes a new folder under
             runs/, None leaves no record.
-        tensorboard: also write TensorBoard events into that folder.
         progress: show a bar on a terminal, lines elsewhere.
         checkpoint: where and when `fit` saves the training, and whether it goes on with an earlier training.
 
@@ -76,7 +75,6 @@ class Trainer:
         lr_scheduler_per: str = "update",
         callbacks: Sequence[Callback] = (),
         output: str | Path | None = "auto",
-        tensorboard: bool = False,
         progress: bool = True,
         checkpoint: CheckpointConfig | None = None,
     ) -> None:
@@ -90,7 +88,7 @@ class Trainer:
         check_consistency(self.strategy, describe_settings(self.config))
         self.model = model
         """The model itself, never a wrapper; its `state_dict` is what a checkpoint saves."""
-        record = [RunRecord(output, tensorboard=tensorboard)] if output is not None else []
+        record = [RunRecord(output)] if output is not None else []
         shown = [Progress(self.config.log_every_s)] if progress else []
         self.callbacks: list[Callback] = [*record, *callbacks, *shown]
         if isinstance(loss, nn.Module):
@@ -98,7 +96,7 @@ class Trainer:
         if self.config.channels_last and not self.strategy.shards:  # shards are rows, and rows want NCHW
             to_channels_last(model, optimizer)
         self._forward, self.optimizer = self.run.prepare(model, optimizer)
-        self._checkpoint, self._has_fitted = checkpoint, False
+        self._checkpoint = checkpoint
         self._scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.config.precision == "fp16")
         self.checkpoints: Checkpoints | None = None
         """The checkpoints of the fit, once it has begun; None without `checkpoint`."""
@@ -131,7 +129,7 @@ class Trainer:
         )
         self._learning_rate = self._users_schedule or LearningRate(self.optimizer, schedule)
         state = self._state = FitState(self.strategy, self.callbacks)
-        checkpoints = self.checkpoints = self._make_checkpoints()
+        checkpoints = self.checkpoints = self._make_checkpoints(has_validation=validation is not None)
         try:
             self._begin(epochs, loader)
             for epoch in self.run.epochs(epochs):
@@ -140,8 +138,8 @@ class Trainer:
                 self._learning_rate.after_epoch(loss)
                 state.records.append(record)
                 self._notify("on_epoch_end", record)
-                if checkpoints is not None and checkpoints.config.best is not None:
-                    checkpoints.rate(_score_of(record, checkpoints.config.metric))
+                if checkpoints is not None and record.validation is not None and checkpoints.config.best is not None:
+                    checkpoints.rate(record.validation.metrics[checkpoints.config.metric])
         finally:
             self._learning_rate.restore()
             if checkpoints is not None:
@@ -149,12 +147,15 @@ class Trainer:
         self._notify("on_fit_end", state.records)
         return state.records
 
-    def _make_checkpoints(self) -> Checkpoints | None:
+    def _make_checkpoints(self, *, has_validation: bool) -> Checkpoints | None:
         if self._checkpoint is None:
             return None
-        if self._has_fitted:
+        if self.checkpoints is not None:
             raise ConfigError("checkpoints belong to one fit; make another Trainer, with a folder of its own")
-        self._has_fitted = True
+        metrics = ("loss", *self.metrics) if has_validation else ()
+        if self._checkpoint.best is not None and self._checkpoint.metric not in metrics:
+            valid = ", ".join(metrics) or "none without a validation"
+            raise ConfigError(f"checkpoints are to be compared by {self._checkpoint.metric!r}; valid are {valid}")
         users = self._users_schedule
         kept: dict[str, Any] = {"fit": self._state, "learning rate": users.scheduler if users else self._learning_rate}
         if self._scaler.is_enabled():
@@ -223,7 +224,7 @@ class Trainer:
             if time.perf_counter() >= next_event:
                 self._report_progress(loader, epoch)
                 next_event = time.perf_counter() + _PROGRESS_INTERVAL_S
-        self._finite_loss(epoch, loader.epoch_samples)
+        self._finite(state.local_loss(), epoch, loader.epoch_samples)
         train_loss, samples = state.mean_loss()
         return EpochRecord(
             epoch=epoch,
@@ -268,7 +269,7 @@ class Trainer:
             epochs=self._context.epochs,
             done=loader.taken,
             samples=loader.epoch_samples,
-            loss=self._finite_loss(epoch, loader.taken),
+            loss=self._finite(self._state.local_loss(), epoch, loader.taken),
             seconds=self._state.seconds,
         )
         self._notify("on_progress", event)
@@ -277,17 +278,13 @@ class Trainer:
         every, update = self.config.log_every_updates, self._state.updates
         if not every or (update % every and loader.taken < loader.epoch_samples):
             return
-        loss = self._state.local_loss_since_last()
-        if not math.isfinite(loss):
-            self._finite_loss(epoch, loader.taken)
-        samples = (epoch - 1) * loader.epoch_samples + loader.taken
-        rate = self._state.learning_rate
+        samples, rate = (epoch - 1) * loader.epoch_samples + loader.taken, self._state.learning_rate
+        loss = self._finite(self._state.local_loss_since_last(), epoch, loader.taken)
         record = UpdateRecord(update=update, epoch=epoch, samples=samples, loss=loss, learning_rate=rate)
         self._notify("on_update", record)
 
-    def _finite_loss(self, epoch: int, samples: int) -> float:
-        """Return this rank's mean loss so far; raise `TrainerError` where it is not a finite number."""
-        loss = self._state.local_loss()
+    def _finite(self, loss: float, epoch: int, samples: int) -> float:
+        """Return this rank's mean loss; raise `TrainerError` where it is not a finite number."""
         if not math.isfinite(loss):
             rate = self.optimizer.param_groups[0]["lr"]
             raise TrainerError(
@@ -314,8 +311,6 @@ class Trainer:
             tuning=self.strategy.tuning,
             broadcast_object=self.strategy.broadcast_object,
             checkpoints=str(self._checkpoint.folder) if self._checkpoint is not None else "",
-            updates_before=self._state.updates,
-            epochs_before=before,
             samples_before=before * loader.epoch_samples + taken,
         )
         self._notify("on_fit_start")
@@ -335,28 +330,13 @@ def _pair(step: Step) -> tuple[Any, Any]:
     )
 
 
-def _score_of(record: EpochRecord, metric: str) -> float:
-    """Return a metric of an epoch's validation; raise `ConfigError` where there is none of this name."""
-    metrics = record.validation.metrics if record.validation is not None else {}
-    if metric not in metrics:
-        raise ConfigError(
-            f"checkpoints are to be compared by {metric!r}; valid are the validation's metrics, "
-            f"{', '.join(metrics) or 'of which there are none without a validation'}"
-        )
-    return metrics[metric]
-
-
 def _settings_on(run: Run, strategy: str | Strategy, config: TrainerConfig | None) -> TrainerConfig:
-    """Return the settings of a Trainer that is given a run; raise `ConfigError` if they contradict the run's."""
-    if strategy not in ("auto", run.strategy):
-        raise ConfigError("Trainer was given both run and strategy; choose the strategy in trainer.init")
-    from_run = {name: getattr(run.config, name) for name in RunConfig.__dataclass_fields__}
-    if config is None:
-        return run.config if isinstance(run.config, TrainerConfig) else TrainerConfig(**from_run)
-    for name, value in from_run.items():
-        if getattr(config, name) != value:
-            raise ConfigError(
-                f"Trainer's config has {name} {getattr(config, name)!r}, and its run has {value!r}; give the config to "
-                "trainer.init(config=…), which takes a TrainerConfig as well"
-            )
-    return config
+    """Return the settings of a Trainer that is given a run; raise `ConfigError` for others than the run's."""
+    if strategy not in ("auto", run.strategy) or config not in (None, run.config):
+        raise ConfigError(
+            "Trainer was given run, and another strategy or config beside it; give both to trainer.init(strategy, "
+            "config=…), which takes a TrainerConfig as well"
+        )
+    if isinstance(run.config, TrainerConfig):
+        return run.config
+    return TrainerConfig(**{name: getattr(run.config, name) for name in RunConfig.__dataclass_fields__})

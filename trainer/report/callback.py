@@ -1,6 +1,6 @@
 """Callbacks, which `Trainer` calls during a training, and the events that it passes to them.
 
-Progress, the run's record and TensorBoard are callbacks. A callback's `state_dict` is saved in checkpoints.
+Progress and the run's record are callbacks. A callback's `state_dict` is saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -38,10 +38,6 @@ class FitContext:
     """Returns rank 0's value on every rank. Collective."""
     checkpoints: str = ""
     """The folder of the fit's checkpoints; empty without checkpoints."""
-    updates_before: int = 0
-    """Updates that an interrupted fit has made, which this fit continues."""
-    epochs_before: int = 0
-    """Whole epochs of the interrupted fit."""
     samples_before: int = 0
     """Samples that all ranks together trained on in the interrupted fit."""
 

@@ -51,18 +51,10 @@ class LoopReport:
         self._shown: list[str] = []
 
     def open(
-        self,
-        folder: str | Path,
-        settings: Settings | None,
-        broadcast_object: Callable[[Any], Any],
-        *,
-        tensorboard: bool,
-        checkpoints: str = "",
+        self, folder: str | Path, settings: Settings | None, broadcast_object: Callable[[Any], Any], checkpoints: str
     ) -> Path:
         """See `Run.record`."""
         self.has_named_folder = folder != "auto"
-        if self._folder is not None:
-            self._folder.close()
         script = vars(settings) if isinstance(settings, Namespace) else settings or {}
         facts = {
             "settings": dict(script),
@@ -71,7 +63,7 @@ class LoopReport:
             **describe_run(self._world),
             "checkpoints": checkpoints,
         }
-        self._folder = RunFolder(self._world, broadcast_object, folder, facts, tensorboard=tensorboard)
+        self._folder = RunFolder(self._world, broadcast_object, folder, facts)
         return self._folder.path
 
     def log_to(self, function: LogFunction) -> None:
@@ -100,7 +92,6 @@ class LoopReport:
         self._shown = [f"{name} {number:.4g}" for name, number in numbers.items()]
         if self._folder is not None:
             self._folder.append_step(step, numbers)
-            self._folder.plot(step, numbers)
         for function in self._functions:
             function(numbers, step)
 
@@ -114,11 +105,6 @@ class LoopReport:
             return iter(loader)
         self._display = self._display or Display(_LINE_EVERY_S)
         return self._watch(loader, self._display)
-
-    def close(self) -> None:
-        """Write what was not written yet."""
-        if self._folder is not None:
-            self._folder.close()
 
     def _watch(self, loader: Loader, display: Display) -> Iterator[Any]:
         started = time.monotonic()
@@ -142,16 +128,14 @@ class LoopReport:
 
     def _describe(self, loader: Loader, done: int, rate: float, now: float) -> tuple[str, list[str]]:
         """Return a name for this pass over a loader, and the time left in words: of all epochs if they are counted."""
-        samples, epochs = loader.epoch_samples, range(0)
+        samples, is_counted = loader.epoch_samples, loader.training and loader.epoch - 1 in self._epochs
         name = f"epoch {loader.epoch}" if loader.training else "evaluation"
-        if loader.training and loader.epoch - 1 in self._epochs:
-            epochs = self._epochs
-            name += f"/{epochs.stop}"
+        name += f"/{self._epochs.stop}" * is_counted
         if samples is None:
             return name, []
-        if epochs:  # with what happens between them, such as an evaluation
-            trained = (loader.epoch - 1) * samples + done
-            return name, [time_left(now - self._began, trained - self._before, epochs.stop * samples - trained)]
+        if is_counted:  # with what happens between them, such as an evaluation
+            trained, of_all = (loader.epoch - 1) * samples + done, self._epochs.stop * samples
+            return name, [time_left(now - self._began, trained - self._before, of_all - trained)]
         return name, [time_left(1.0, rate, samples - done)]
 
 

@@ -40,9 +40,6 @@ class Progress(Callback):
             self._display.clear()
             print_line(_describe(record))
 
-    def on_fit_end(self, context: FitContext, records: list[EpochRecord]) -> None:
-        self._display = None
-
 
 def _describe(record: EpochRecord) -> str:
     parts = [f"epoch {record.epoch}/{record.epochs}: loss {record.train_loss:.4f}"]

@@ -1,8 +1,7 @@
-"""The record of a run: a folder with its settings, versions, measurements as lines of JSON, and TensorBoard events."""
+"""The record of a run: a folder with its settings, versions, and measurements as lines of JSON."""
 
 from __future__ import annotations
 
-import atexit
 import errno
 import importlib.metadata
 import itertools
@@ -42,28 +41,20 @@ class RunFolder:
         output: the folder. It must not hold another run. A run with the same folder of checkpoints in its settings is
             this run's earlier part, and is continued. "auto" makes `runs/<script>-<date>-<time>`.
         settings: written to settings.json. "checkpoints" is the folder that the run is saved in, or empty.
-        tensorboard: also write TensorBoard events there.
 
     Raises:
-        TrainerError: rank 0 cannot write it, it holds another run, or TensorBoard is missing. On every rank.
+        TrainerError: rank 0 cannot write it, or it holds another run. On every rank.
     """
 
     def __init__(
-        self,
-        world: World,
-        broadcast_object: Callable[[Any], Any],
-        output: str | Path,
-        settings: Mapping[str, Any],
-        *,
-        tensorboard: bool,
+        self, world: World, broadcast_object: Callable[[Any], Any], output: str | Path, settings: Mapping[str, Any]
     ) -> None:
         self._is_root, self._has_warned = world.is_root, False
         self._started = time.monotonic()
-        self._events: Any = None
         problem, path = "", _new_folder() if output == "auto" else Path(output)
         if world.is_root:
             try:
-                self._open(path, settings, tensorboard)
+                self._open(path, settings)
             except TrainerError as error:
                 problem = str(error)
         problem, of_root = broadcast_object((problem, str(path)))
@@ -71,12 +62,11 @@ class RunFolder:
             raise TrainerError(problem)
         self.path = Path(of_root)
 
-    def _open(self, path: Path, settings: Mapping[str, Any], tensorboard: bool) -> None:
-        writer = _tensorboard_writer() if tensorboard else None
+    def _open(self, path: Path, settings: Mapping[str, Any]) -> None:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if not (path / "settings.json").exists():
-                _write(path / "settings.json", settings)
+                write_atomically(path / "settings.json", json.dumps(settings, indent=2, default=str) + "\n")
             elif settings["checkpoints"] and settings["checkpoints"] == _checkpoints_of(path):
                 _append(path / "starts.jsonl", json.loads(json.dumps(settings, default=str)))
             else:
@@ -85,28 +75,13 @@ class RunFolder:
             reason = what_is_no_folder(path) or error.strerror or error
             raise TrainerError(f"output folder {path} cannot be written: {reason}") from None
         note(folder=str(path))
-        if writer is not None:
-            self._events = writer(str(path), flush_secs=10)
-            atexit.register(self._events.close)  # the writer registers no exit handler
-
-    def write(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write a file of JSON, whole or not at all."""
-        self._try(_write, name, content)
 
     def append(self, name: str, entry: Mapping[str, Any]) -> None:
-        """Add a line of JSON to a file, whole or not at all."""
-        self._try(_append, name, entry)
-
-    def keep_lines(self, name: str, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Keep only some lines of a file: lines of epochs that are trained again are dropped."""
-        self._try(_keep, name, is_kept)
-
-    def _try(self, write: Callable[[Path, Any], object], name: str, content: Any) -> None:
-        """Write a file on rank 0; print once that it cannot be written, as the training goes on."""
+        """Add a line of JSON to a file, whole or not at all; print once that it cannot be written."""
         if not self._is_root:
             return
         try:
-            write(self.path / name, content)
+            _append(self.path / name, entry)
         except OSError as error:
             if not self._has_warned:
                 reason = error.strerror or error
@@ -116,32 +91,8 @@ class RunFolder:
 
     def append_step(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line to steps.jsonl, with the seconds since the run began."""
-        self.append("steps.jsonl", {"step": step, "seconds": round(self.seconds(), 3), **values})
-
-    def plot(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a point to TensorBoard's curve of each name, where events are written."""
-        if self._events is not None:
-            for name, value in values.items():
-                self._events.add_scalar(name, value, step)
-
-    def seconds(self) -> float:
-        """Return the seconds since the run began."""
-        return time.monotonic() - self._started
-
-    def flush(self) -> None:
-        """Write the TensorBoard events so far to disk."""
-        if self._events is not None:
-            self._events.flush()
-
-    def close(self) -> None:
-        """Write the remaining TensorBoard events, and close their file."""
-        if self._events is not None:
-            atexit.unregister(self._events.close)
-            self._events.close()
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    write_atomically(path, json.dumps(content, indent=2, default=str) + "\n")
+        seconds = round(time.monotonic() - self._started, 3)
+        self.append("steps.jsonl", {"step": step, "seconds": seconds, **values})
 
 
 def _append(path: Path, entry: Mapping[str, Any]) -> None:
@@ -153,25 +104,6 @@ def _append(path: Path, entry: Mapping[str, Any]) -> None:
         if file.write(line) < len(line):
             file.truncate(size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _keep(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
-    if path.exists():
-        with open_own(path, "r") as file:  # else others could have any file of this user's copied to where they read
-            write_atomically(path, _kept(file.readall(), is_kept))
-
-
-def _kept(lines: bytes, is_kept: Callable[[Mapping[str, Any]], bool]) -> bytes:
-    whole = (line for line in lines.splitlines(keepends=True) if line.endswith(b"\n"))
-    return b"".join(line for line in whole if _stays(line, is_kept))
-
-
-def _stays(line: bytes, is_kept: Callable[[Mapping[str, Any]], bool]) -> bool:
-    """Return whether a line is kept. Lines that this library has not written are kept."""
-    try:
-        return is_kept(parse_json(line))
-    except (ValueError, TypeError, LookupError):
-        return True
 
 
 def _checkpoints_of(path: Path) -> object:
@@ -201,19 +133,8 @@ def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     return {"class": type(optimizer).__name__, "groups": groups}
 
 
-def _tensorboard_writer() -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise TrainerError(
-            "TensorBoard events need the package tensorboard; install it with `pip install tensorboard`"
-        ) from None
-    return SummaryWriter
-
-
 def _new_folder() -> Path:
-    script = Path(sys.argv[0]).stem or "run"
-    name = f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{Path(sys.argv[0]).stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
 
@@ -224,21 +145,16 @@ class RunRecord(Callback):
     * `settings.json`: the configuration, the world, what was tuned, versions and the command line;
     * `steps.jsonl`: the loss and the learning rate, a line every `log_every_updates` updates;
     * `epochs.jsonl`: a line of JSON per epoch, written when the epoch ends;
-    * `summary.json`: written last; a run that has none did not finish;
     * `starts.jsonl`: where it went on from a checkpoint, a line of settings for each further start.
-
-    TensorBoard's curves go over the updates, also those that have a point per epoch.
 
     Args:
         output: the folder, which must not hold a run yet; "auto" makes `runs/<script>-<date>-<time>`.
-        tensorboard: also write TensorBoard events there.
     """
 
-    def __init__(self, output: str | Path, *, tensorboard: bool = False) -> None:
+    def __init__(self, output: str | Path) -> None:
         self._output = output
         self.folder = Path(output)
         """Folder of the record; with "auto" it is known once a fit has started."""
-        self._tensorboard = tensorboard
         self._files: RunFolder
         self._earlier = ""
         """Folder of the run's earlier part, where it goes on from a checkpoint."""
@@ -259,49 +175,23 @@ class RunRecord(Callback):
         # The folder of the run's earlier part, unless it is on another host, or the script names a folder.
         if where == "auto" and self._earlier and Path(self._earlier, "settings.json").exists():
             where = self._earlier
-        self._files = RunFolder(
-            context.world, context.broadcast_object, where, _settings(context), tensorboard=self._tensorboard
-        )
+        settings = {
+            "epochs": context.epochs,
+            "config": context.config.as_dict(),
+            "learning_rate": context.learning_rate,
+            "strategy": context.strategy_name,
+            "description": context.description,
+            "tuning": dict(context.tuning),
+            "checkpoints": context.checkpoints,
+            "optimizer": describe_optimizer(context.optimizer),
+            **describe_run(context.world),
+        }
+        self._files = RunFolder(context.world, context.broadcast_object, where, settings)
         self.folder = self._files.path
-        self._files.keep_lines("steps.jsonl", lambda line: line["step"] <= context.updates_before)
-        self._files.keep_lines("epochs.jsonl", lambda line: line["epoch"] <= context.epochs_before)
 
     def on_update(self, context: FitContext, record: UpdateRecord) -> None:
-        values = {"loss": record.loss, "lr": record.learning_rate}
-        self._files.append_step(record.update, {"epoch": record.epoch, "samples": record.samples, **values})
-        self._files.plot(record.update, {"train/loss": record.loss, "lr": record.learning_rate})
+        values = {"epoch": record.epoch, "samples": record.samples, "loss": record.loss, "lr": record.learning_rate}
+        self._files.append_step(record.update, values)
 
     def on_epoch_end(self, context: FitContext, record: EpochRecord) -> None:
         self._files.append("epochs.jsonl", {**asdict(record), "samples_per_s": record.samples_per_s})
-        rate = {} if context.config.log_every_updates else {"lr": record.learning_rate}
-        values = {"train/loss_epoch": record.train_loss, "train/samples_per_s": record.samples_per_s, **rate}
-        metrics = record.validation.metrics if record.validation else {}
-        validation = {f"validation/{name}": value for name, value in metrics.items()}
-        self._files.plot(record.updates, {**values, "epoch": record.epoch, **validation})
-        self._files.flush()
-
-    def on_fit_end(self, context: FitContext, records: list[EpochRecord]) -> None:
-        last = records[-1]
-        summary = {
-            "epochs": len(records),
-            "seconds": self._files.seconds(),
-            "train_loss": last.train_loss,
-            "validation": asdict(last.validation) if last.validation else None,
-            "samples_per_s": [record.samples_per_s for record in records],
-        }
-        self._files.write("summary.json", summary)
-        self._files.close()
-
-
-def _settings(context: FitContext) -> dict[str, Any]:
-    return {
-        "epochs": context.epochs,
-        "config": context.config.as_dict(),
-        "learning_rate": context.learning_rate,
-        "strategy": context.strategy_name,
-        "description": context.description,
-        "tuning": dict(context.tuning),
-        "checkpoints": context.checkpoints,
-        "optimizer": describe_optimizer(context.optimizer),
-        **describe_run(context.world),
-    }

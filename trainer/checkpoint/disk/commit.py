@@ -29,7 +29,7 @@ from trainer.errors import DataError, TrainerError
 TIMEOUT_S = 600.0
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<state>partial|removed)")
 _ANNOUNCED = re.compile(r"(?P<file>.+)\.(?P<size>\d+)\.(?P<sha256>[0-9a-f]{64})")
-_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.005, 0.25
+_POLL_S = 0.05
 
 
 class OthersFailedError(TrainerError):
@@ -49,8 +49,7 @@ def commit(
     """Write a checkpoint and return once it is committed. Other checkpoints are left as they are.
 
     Args:
-        folder: the folder of checkpoints, made if it is not there.
-        name: the checkpoint's, from `name_of`.
+        name: from `name_of`.
         files: by file name, what writes the file to the stream that it is given.
         facts: anything that JSON can hold.
         check: is called with the folder that the files are in before they are committed, and raises if they are bad.
@@ -63,13 +62,34 @@ def commit(
         Exception: whatever else `files` and `check` raise, with the same effect.
     """
     check_file_names(files)
-    with _committing(folder, name, is_begun=bool(others)) as place:
-        with _stops_with_others() if others else nullcontext():
-            entries = {file: write_file(place / file, write) for file, write in files.items()}
-            entries |= _collect(place, frozenset(others), timeout_s) if others else {}
-        if check:
-            check(place)
-        return _seal(place, Manifest(name=name, facts=facts, files=entries))
+    if order_of(name) is None:
+        raise ValueError(f"{name!r} is no name of a checkpoint; `name_of` makes one")
+    final, place = folder / name, _hidden(folder, name)
+    try:
+        with _told(f"checkpoint {final} cannot be written"):
+            if not others:
+                begin(folder, name)
+            with _stops_with_others() if others else nullcontext():
+                entries = {file: write_file(place / file, write) for file, write in files.items()}
+                entries |= _collect(place, frozenset(others), timeout_s)
+            if check:
+                check(place)
+            data = Manifest(name=name, facts=facts, files=entries).to_bytes()
+            write_file(place / MANIFEST, lambda file: file.write(data))
+            sync_folder(place)
+            if final.exists():
+                _hide(final)
+            place.rename(final)
+            try:
+                sync_folder(folder)
+            except OSError:
+                final.rename(place)  # whoever is told that it failed must not find it later
+                raise
+    except BaseException:
+        with suppress(OSError):
+            _delete(place)
+        raise
+    return Committed(path=final, **vars(Manifest.from_bytes(data)))
 
 
 def contribute(folder: Path, name: str, file: str, write: Callable[[BinaryIO], object]) -> None:
@@ -95,38 +115,6 @@ def contribute(folder: Path, name: str, file: str, write: Callable[[BinaryIO], o
 
 def _hidden(folder: Path, name: str, state: str = "partial") -> Path:
     return folder / f".{name}.{state}"
-
-
-def _seal(place: Path, manifest: Manifest) -> Committed:
-    data = manifest.to_bytes()
-    write_file(place / MANIFEST, lambda file: file.write(data))
-    return Committed(path=place.parent / manifest.name, **vars(Manifest.from_bytes(data)))
-
-
-@contextmanager
-def _committing(folder: Path, name: str, *, is_begun: bool = False) -> Iterator[Path]:
-    """Give a hidden folder to write into, and rename it to its name if that went well; else remove it."""
-    if order_of(name) is None:
-        raise ValueError(f"{name!r} is no name of a checkpoint; `name_of` makes one")
-    final, place = folder / name, _hidden(folder, name)
-    try:
-        with _told(f"checkpoint {final} cannot be written"):
-            if not is_begun:
-                begin(folder, name)
-            yield place
-            sync_folder(place)
-            if final.exists():
-                _hide(final)
-            place.rename(final)
-            try:
-                sync_folder(folder)
-            except OSError:
-                final.rename(place)  # whoever is told that it failed must not find it later
-                raise
-    except BaseException:
-        with suppress(OSError):
-            _delete(place)
-        raise
 
 
 def begin(folder: Path, name: str) -> None:
@@ -237,33 +225,21 @@ def _collect(place: Path, files: Set[str], timeout_s: float) -> dict[str, FileEn
         OSError: the folder cannot be read.
     """
     entries: dict[str, FileEntry] = {}
-    bytes_before, since_s = -1, 0.0
-    for waited_s in _naps():
+    bytes_before, moved_at = -1, time.monotonic()
+    while missing := files - set(entries):
         try:
-            listed = list(place.iterdir())
-            bytes_now = sum(path.stat().st_size for path in listed)
+            sizes = {path.name: path.stat().st_size for path in place.iterdir()}
         except FileNotFoundError:
             if place.exists():
                 continue  # a file was renamed between the two calls
             raise
-        for path in listed:
-            if (match := _ANNOUNCED.fullmatch(path.name)) and match["file"] in files:
-                path.rename(place / match["file"])
+        for name in sizes:
+            if (match := _ANNOUNCED.fullmatch(name)) and match["file"] in missing:
+                (place / name).rename(place / match["file"])
                 entries[match["file"]] = FileEntry(size=int(match["size"]), sha256=match["sha256"])
-        if len(entries) == len(files):
-            return entries
-        if bytes_now != bytes_before:
-            bytes_before, since_s = bytes_now, waited_s
-        elif waited_s - since_s > timeout_s:
-            missing = ", ".join(sorted(files - set(entries)))
-            raise OthersFailedError(f"other ranks have not written {missing} within {timeout_s:g} s")
-    raise AssertionError  # naps do not end
-
-
-def _naps() -> Iterator[float]:
-    """Yield the seconds since the first call, with longer and longer naps between."""
-    started, nap = time.monotonic(), _SHORTEST_NAP_S
-    while True:
-        yield time.monotonic() - started
-        time.sleep(nap)
-        nap = min(nap * 1.5, _LONGEST_NAP_S)
+        if (bytes_now := sum(sizes.values())) != bytes_before:
+            bytes_before, moved_at = bytes_now, time.monotonic()
+        elif time.monotonic() - moved_at > timeout_s:
+            raise OthersFailedError(f"other ranks have not written {', '.join(sorted(missing))} within {timeout_s:g} s")
+        time.sleep(_POLL_S)
+    return entries

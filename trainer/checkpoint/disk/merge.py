@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.disk.committed import MANIFEST, Committed, load, newest
+from trainer.checkpoint.disk.committed import MANIFEST, load, newest
 from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, DataError
 from trainer.files import save_atomically
@@ -42,20 +42,15 @@ def merge(checkpoint: Path, file: Path) -> int:
 
     if file.exists():
         raise ConfigError(f"{file} is there already; name another file, or remove it")
-    committed = _find(checkpoint)
-    state = shard_as(read_state(committed.path), None)
-    save_atomically(file, state)
-    parts = sum(name.startswith("part-") for name in committed.files)
-    print_line(f"{file}: {file.stat().st_size:,} bytes, of {parts or 'no'} parts of {committed.path.name}")
-    return 0
-
-
-def _find(path: Path) -> Committed:
     problems: list[str] = []
     try:
-        committed = load(path) if (path / MANIFEST).is_file() else newest(path, problems.append)
+        is_one = (checkpoint / MANIFEST).is_file()
+        committed = load(checkpoint) if is_one else newest(checkpoint, problems.append)
     except DataError as error:
         raise ConfigError(str(error)) from None
     if committed is None:
-        raise ConfigError("; ".join(problems) or f"{path} is no checkpoint, and there is none in it")
-    return committed
+        raise ConfigError("; ".join(problems) or f"{checkpoint} is no checkpoint, and there is none in it")
+    save_atomically(file, shard_as(read_state(committed.path), None))
+    parts = sum(name.startswith("part-") for name in committed.files)
+    print_line(f"{file}: {file.stat().st_size:,} bytes, of {parts or 'no'} parts of {committed.path.name}")
+    return 0

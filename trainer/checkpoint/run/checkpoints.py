@@ -6,41 +6,40 @@ waits for a signal.
 1. At the start, `check_consistency` compares the settings. `Storage` broadcasts the job's id; rank 0 locks the folder,
    then the first rank of each other host; the ranks gather who writes. Here and in 2, they gather after each work on
    the disk what has failed, so that all of them raise it.
-2. `Storage.find_start` gathers the number of the last start, then what each writer has found as its newest checkpoint.
-   All choose the same one. If another was named, rank 0 broadcasts what it is, and the ranks gather which hosts lack
-   it. They gather whether a writer lacks the chosen one. If so, a rank that has it broadcasts its files in chunks. Then
-   each rank reads the files alone. If there is no checkpoint, `Saver.copy` copies the state as in 4.
+2. `Storage.find_start` gathers what each writer has found as its newest checkpoint. All choose the same one, and gather
+   whether a writer lacks it. If so, a rank that has it broadcasts its files in chunks. Then each rank reads the files
+   alone. If there is no checkpoint, `Storage.copy` copies the state as in 4.
 3. After the same updates, about twice a second, and at the end of each epoch, `FlagReduction` sums who has had a
    signal, whether it is time, who is writing, and who could not. At the end of an epoch, rank 0 broadcasts the score
    before.
-4. If a checkpoint is due, `Contents.state` calls each `state_dict`, which may be collective. `Saver.save` gathers
-   sharded tensors, unless the ranks write parts; then the random states, and whether parts can be written.
-5. If a rank could not write, and after each save that is waited for, `Saver.take_problem` gathers why.
+4. If a checkpoint is due, `Contents.state` calls each `state_dict`, which may be collective. `Storage.copy` gathers
+   sharded tensors, unless the ranks write parts. Then the ranks gather the random states.
+5. If a rank could not write, and after each save that is waited for, they gather why.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
-from trainer.checkpoint.disk.committed import find, order_of
+from trainer.checkpoint.disk.committed import name_of
 from trainer.checkpoint.run.contents import Contents
 from trainer.checkpoint.run.positions import Positions
 from trainer.checkpoint.run.preemption import Preemption
-from trainer.checkpoint.run.saver import Saver
-from trainer.checkpoint.run.storage import Storage
+from trainer.checkpoint.run.storage import Storage, gather_problem
 from trainer.cluster import exit_codes
 from trainer.cluster.output import print_line
 from trainer.config import CheckpointConfig
 from trainer.data.base import Loader
 from trainer.errors import ConfigError, TrainerError
 from trainer.loop.consistency import check_consistency
-from trainer.loop.random_numbers import set_random_state
+from trainer.loop.random_numbers import random_state, set_random_state
 from trainer.strategies.base import Strategy
 from trainer.watch.heartbeat import PREEMPTED, report_phase
 from trainer.watch.spans import CHECKPOINT, span
@@ -59,6 +58,7 @@ class Checkpoints:
     Attributes:
         resumed: what this run has resumed from; None for a new run.
         attempt: number of this start, from 1.
+        updates: updates so far, those of earlier starts included.
 
     Args:
         contents: what is saved.
@@ -71,31 +71,36 @@ class Checkpoints:
 
     def __init__(self, config: CheckpointConfig, strategy: Strategy, contents: Contents, facts: dict[str, Any]) -> None:
         self.config, self._strategy, self._world = config, strategy, strategy.world
-        self._contents = contents
+        self._contents, self._facts = contents, facts
         check_consistency(strategy, {f"checkpoints' {name}": value for name, value in config.as_dict().items()})
         self._storage = Storage(Path(config.folder), strategy, config.files)
         try:
-            checkpoint, self.attempt = self._storage.find_start(config.resume)
+            checkpoint = self._storage.find_start()
             resumed = self.resumed = contents.resume(checkpoint, strategy) if checkpoint else None
-            self.updates, self.epoch = (resumed.updates, resumed.epoch) if resumed else (0, 0)
-            self._saver = Saver(config, self._storage, strategy, self.attempt, facts, checkpoint)
             if resumed is None:  # what cannot be saved is told before the first step
-                self._saver.copy(contents.state())
+                self._storage.copy(contents.state())
         except BaseException:
             self._storage.close()
             raise
+        self.attempt = self._attempt = self._storage.attempt
+        self.updates, self.epoch = (resumed.updates, resumed.epoch) if resumed else (0, 0)
+        self._saved = (self.epoch, self.updates) if resumed else None
+        """Epoch and update where the run was saved last."""
         self.stalls_s: list[float] = []
         """Seconds for which each checkpoint has kept this rank from training."""
-        self.writes_s = self._saver.seconds
+        self.writes_s = self._storage.seconds
         """Seconds that each commit took in the background, on a rank that writes."""
         self._positions = Positions(resumed.positions if resumed else (), resumed.saved_in if resumed else None)
         self._flags = FlagReduction(strategy, self.updates)
-        self._every_s = config.every_s
-        if config.every_s is config.every_updates is config.every_epochs is None:
-            self._every_s = _DEFAULT_EVERY_S
+        has_counts = config.every_updates or config.every_epochs
+        self._every_s = config.every_s or (math.inf if has_counts else _DEFAULT_EVERY_S)
         self._saved_at = time.monotonic()
-        self._is_postponed = self._is_stopping = self._is_failing = False
+        self._is_postponed = self._is_stopping = self._is_ending = self._is_failing = False
         self._score: float | None = None
+        best = checkpoint.facts["best"] if checkpoint else None
+        self._best: tuple[float, str] | None = tuple(best) if best else None
+        """The best score, and the name of the checkpoint that has it."""
+        self._best_before = self._best
         self.preemption = Preemption(self._is_saved, config.grace_s)
 
     @property
@@ -103,13 +108,9 @@ class Checkpoints:
         """The newest committed checkpoint in the folder, None before the first.
 
         Each rank looks at its host's disk, on which a checkpoint may appear a moment later than on another host's.
-        After `save`, `finish` and the loop over `run.epochs`, all ranks see the same one.
+        After `save` and the loop over `run.epochs`, all ranks see the same one.
         """
-        paths = find(self._storage.folder)
-        written = next((path for path in paths if (order := order_of(path.name)) and order[0] >= self.attempt), None)
-        if written is None and self.resumed is not None and self.resumed.checkpoint.path in paths:
-            return self.resumed.checkpoint.path
-        return written
+        return next(iter(self._storage.valid_paths()), None)
 
     @property
     def best_path(self) -> Path | None:
@@ -117,7 +118,8 @@ class Checkpoints:
 
         When all ranks see the same one is as for `newest_path`.
         """
-        return self._saver.best_path()
+        paths = (self._storage.folder / best[1] for best in (self._best, self._best_before) if best)
+        return next((path for path in paths if path.is_dir()), None)
 
     def rate(self, score: float) -> None:
         """Report the model's current score, the same on every rank. The setting `best` says which scores are better.
@@ -136,24 +138,15 @@ class Checkpoints:
     def save(self) -> None:
         """Save after the current batch's update; or, between two passes, save at once and return when it is committed.
 
-        Collective.
+        `run.epochs` saves after its last epoch; if you leave its loop earlier, call this. Collective.
 
         Raises:
             TrainerError: it cannot be written; raised on every rank.
         """
         if self._positions.first is not None:
             self._is_postponed = True
-            return
-        is_at_end = self._saver.is_complete and (self.epoch, self.updates) == self._saver.saved
-        if problem := self._save_now(again=True, is_complete=is_at_end):
+        elif problem := self._save_now():
             raise TrainerError(problem)
-
-    def finish(self) -> None:
-        """Save the final state. `run.epochs` does so after its last epoch; call this if you leave its loop earlier.
-
-        Collective.
-        """
-        self._report(self._save_now(is_complete=True, again=not self._saver.is_complete))
 
     def watch(self, loader: Loader) -> None:
         """Also save the position of this training loader, and have it resume where it stopped."""
@@ -178,8 +171,7 @@ class Checkpoints:
                 'after an interruption it begins anew, so give state={"schedule": scheduler}',
                 sys.stderr,
             )
-        left = range(self.epoch, epochs.stop) if self.resumed else epochs
-        return self._count(left)
+        return self._count(range(self.epoch, epochs.stop) if self.resumed else epochs)
 
     def _count(self, epochs: range) -> Iterator[int]:
         for epoch in epochs:
@@ -192,7 +184,8 @@ class Checkpoints:
             yield epoch
         self.epoch = max(self.epoch, epochs.stop)
         self._positions.begin_epoch()  # if the run is resumed for more epochs, none of the next one's passes are done
-        self.finish()
+        if (self.epoch, self.updates) != self._saved:
+            self._report(self._save_now())
 
     def begun(self, loader: Loader, *, is_resumed: bool) -> None:
         """Note that a pass over a loader begins."""
@@ -228,30 +221,34 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for writes in progress, restore the signals' handlers, and release the folder."""
-        self._saver.close()
-        self.preemption.close()
         self._storage.close()
+        self.preemption.close()
 
     def _after_epoch(self) -> None:
         if self.config.best is not None:  # rank 0's counts: the ranks' may differ
             self._score = self._strategy.broadcast_object(self._score)
         is_due = self._reduce_flags() or self.epoch % (self.config.every_epochs or sys.maxsize) == 0
-        if is_due or self._is_stopping or self._saver.is_better(self._score):
+        if is_due or self._is_stopping or self._is_better(self._score):
             self._save_or_end()
+
+    def _is_better(self, score: float | None) -> TypeGuard[float]:
+        if score is None or not math.isfinite(score):
+            return False
+        return self._best is None or (score < self._best[0] if self.config.best == "min" else score > self._best[0])
 
     def _reduce_flags(self) -> bool:
         """Return whether all ranks are to save now; note whether they are to end. Collective."""
-        is_time = self._every_s is not None and time.monotonic() - self._saved_at >= self._every_s
+        is_time = time.monotonic() - self._saved_at >= self._every_s
         flags = [
             self.preemption.received is not None,
             is_time and self._world.is_root,
-            self._saver.is_busy,
-            self._saver.error is not None,
+            self._storage.is_busy,
+            self._storage.error is not None,
         ]
         stopping, due, busy, failed = self._flags.add_up(self.updates, flags)
         if failed:
-            self._report(self._saver.take_problem())
-        elif not busy and self._saver.saved is not None:
+            self._report(self._take_problem())
+        elif not busy and self._saved is not None:
             self._is_failing = False
         self._is_stopping |= bool(stopping)
         return bool(due and not busy)
@@ -260,13 +257,14 @@ class Checkpoints:
         if not self._is_stopping:
             self._save()
             return
-        self.preemption.handled()
-        problem = self._save_now()
+        if (self.epoch, self.updates) != self._saved:
+            self._save()
+        problem = self._take_problem()
         if self._world.is_root:
             which = self.preemption.received.name if self.preemption.received else "a signal on another rank"
             print_line(f"trainer: {which}: {problem or 'saved; start again to go on'}", sys.stderr)
         if not problem:
-            self.preemption.saved()
+            self._is_ending = True
             report_phase(PREEMPTED)
         raise SystemExit(1 if problem else exit_codes.PREEMPTED)
 
@@ -278,24 +276,49 @@ class Checkpoints:
             print_line(line, sys.stderr)
         self._is_failing |= bool(problem)
 
-    def _save(self, *, is_complete: bool = False, again: bool = False) -> None:
+    def _save(self) -> None:
+        """Copy the state between two updates, and begin to write it. Collective."""
         report_phase("saving")
         started = time.monotonic()
         score, self._score = self._score, None
+        place = (self.epoch, self.updates)
+        if place == self._saved:
+            self._attempt += 1  # another name, for what the script has changed since
+        order = (self._attempt, *place)
         with span(CHECKPOINT):
-            self._saver.save(self._state(), score=score, is_complete=is_complete, again=again)
+            self._storage.wait()
+            positions = self._positions.state()
+            counts = {"epoch": self.epoch, "updates": self.updates}
+            self._storage.copy({**self._contents.state(), **counts, **positions}, order)
+            # After the copy, because this waits for the slowest rank.
+            random = self._strategy.all_gather_object(random_state(self._world.device))
+            self._saved, self._best_before = place, self._best
+            if self._is_better(score):
+                self._best = (score, name_of(*order))
+            facts = {
+                **self._facts,
+                **counts,
+                "taken": [loader["taken"] for loader in positions["loaders"]],
+                "score": score,
+                "best": self._best,
+                "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            }
+            self._storage.commit(order, random, facts, self.config.keep)
         self._saved_at = time.monotonic()
         self.stalls_s.append(self._saved_at - started)
 
-    def _save_now(self, *, is_complete: bool = False, again: bool = False) -> str:
-        """Save, and wait until it is written; return what failed on any rank, or ""."""
-        self._save(is_complete=is_complete, again=again)
-        self._saver.wait()
-        return self._saver.take_problem()
+    def _save_now(self) -> str:
+        """Save, and wait until it is written; return what failed on any rank, or "". Collective."""
+        self._save()
+        return self._take_problem()
 
-    def _state(self) -> dict[str, Any]:
-        """Return what is saved besides the random states, with the live tensors. Collective, between two updates."""
-        return {**self._contents.state(), "epoch": self.epoch, "updates": self.updates, **self._positions.state()}
+    def _take_problem(self) -> str:
+        """Wait until all is written. If a rank could not, count it as not saved and return why; else "". Collective."""
+        self._storage.wait()
+        if (problem := gather_problem(self._strategy, self._storage.error)) is None:
+            return ""
+        self._storage.error, self._saved, self._best = None, None, self._best_before
+        return str(problem)
 
     def _restore_random_state(self) -> None:
         """Restore this rank's random state, once, so that it draws what the interrupted run would have drawn."""
@@ -305,7 +328,10 @@ class Checkpoints:
 
     def _is_saved(self) -> bool:
         """Return whether this rank has written all updates, as in an evaluation after the end of the training."""
-        return self._positions.first is None and self._saver.has_written(self.updates)
+        is_written = (
+            self._storage.is_writer and not self._storage.is_busy and self.updates in (0, self._storage.written[2])
+        )
+        return self._is_ending or (self._positions.first is None and is_written)
 
 
 class FlagReduction:
@@ -329,9 +355,7 @@ class FlagReduction:
         # Without an update in between, the elapsed time does not say how long an update takes.
         update_s = (now - self._summed_at) / (update - self._last) if update > self._last else _REDUCE_EVERY_S
         until_next = min(max(int(_REDUCE_EVERY_S / max(update_s, 1e-6)), 1), _REDUCE_WITHIN_UPDATES)
-        sums = [*map(float, flags), until_next if world.is_root else 0.0]
-        if world.size > 1:
-            sums = self._strategy.all_reduce(torch.tensor(sums, dtype=torch.float64, device=world.device)).tolist()
-        *counts, until_next = map(round, sums)
+        sums = torch.tensor([*flags, until_next * world.is_root], dtype=torch.float64, device=world.device)
+        *counts, until_next = map(round, self._strategy.all_reduce(sums).tolist())
         self._last, self._next, self._summed_at = update, update + until_next, now
         return counts

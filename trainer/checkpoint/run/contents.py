@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.checkpoint.disk.committed import Committed
 from trainer.checkpoint.disk.state_files import read_state
-from trainer.checkpoint.run.differences import (
-    class_of,
-    merge_settings,
-    model_differences,
-    optimizer_differences,
-    settings_of,
-)
 from trainer.cluster.output import print_line
 from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError
+from trainer.loop.consistency import is_plain
 from trainer.loop.lr_schedule import LearningRate, UsersSchedule
 from trainer.loop.prepared import Prepared
 from trainer.models.memory_format import align_state
-from trainer.models.sharded import shard_as, shard_optimizer_state
+from trainer.models.sharded import Scattered, shard_as, shard_optimizer_state
 from trainer.strategies.base import Strategy
+
+# Schedulers change the last of them while they train.
+_NOT_THE_SCRIPTS = ("params", "param_names", "lr", "initial_lr", "momentum", "betas", "max_lr", "min_lr")
 
 
 @dataclass
@@ -42,11 +41,6 @@ class Resumed:
     """The loader in whose pass it was saved; None between two epochs."""
     random: Mapping[str, Any] | None
     """This rank's random state; None on another number of ranks, and once it was restored."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the training had reached its end."""
-        return bool(self.checkpoint.facts["complete"])
 
 
 class Contents:
@@ -74,11 +68,6 @@ class Contents:
                 )
             if any(value is held for held in self._held):
                 raise ConfigError(f"state {name!r} was prepared, and is kept by itself; leave it out")
-        self._kinds = {name: {"class": class_of(value)} for name, value in self.objects.items()}
-        self.settings = settings_of(self.prepared.optimizers, self.objects)
-        """Settings of the script's optimizers and schedulers; after `load` the checkpoint's, where these apply."""
-        # Of a script's own loop, the learning rate is a part of the optimizer's state.
-        self._rate_is_scripts = any(isinstance(value, LearningRate) for value in self.objects.values())
 
     @property
     def lacks_schedule(self) -> bool:
@@ -95,6 +84,10 @@ class Contents:
         self._held = [*models, *optimizers]
         for synchronizer in models.values():
             synchronizer.average_weights(optimizers)
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        models, optimizers = self.prepared.models, self.prepared.optimizers
         return {
             "models": [model.state_dict() for model in models],
             "optimizers": [
@@ -104,12 +97,11 @@ class Contents:
             "objects": {
                 name: value if type(value) is dict else value.state_dict() for name, value in self.objects.items()
             },
-            "kinds": self._kinds,
-            "settings": self.settings,
+            "kinds": {name: {"class": _class_of(value)} for name, value in self.objects.items()},
         }
 
     def resume(self, checkpoint: Committed, strategy: Strategy) -> Resumed:
-        """Take over a checkpoint, on every rank; say so on rank 0, and which settings the script has changed since.
+        """Take over a checkpoint, on every rank; say so on rank 0, and which settings are not those of the script.
 
         Raises:
             ConfigError: it does not fit the run; nothing was changed.
@@ -118,81 +110,48 @@ class Contents:
         saved = read_state(checkpoint.path, is_mapped=strategy.shards)
         if saved.get("scaler") is not None:  # the scale under fp16, which earlier versions kept apart
             saved["objects"].setdefault("scaler", saved["scaler"])
-        if problems := self.differences(saved):
+        here = self._state()
+        if problems := _differences(here, saved):
             raise ConfigError(
                 f"checkpoint {checkpoint.path.name} does not fit this run: {'; '.join(problems)}; give another folder, "
                 "or restore what it was made with"
             )
-        differences = self.load(saved)
+        # Under `Trainer`'s own schedule, the script's learning rate counts.
+        has_own_rate = any(isinstance(value, LearningRate) for value in self.objects.values())
+        pairs = zip(saved["optimizers"], here["optimizers"], strict=True)
+        kept = [text for there, mine in pairs for text in _settings_from(there["state"], mine["state"])]
+        kept = [text for text in kept if not (has_own_rate and text.split(" ")[0] == "lr")]
+        self._load(saved)
         position = shard_as({name: saved[name] for name in ("epoch", "updates", "loaders", "saved_in", "random")}, None)
-        world, states = strategy.world, position["random"]
-        resumed = Resumed(
-            checkpoint=checkpoint,
-            epoch=position["epoch"],
-            updates=position["updates"],
-            positions=position["loaders"],
-            saved_in=position["saved_in"],
-            random=states[world.rank] if len(states) == world.size else None,
-        )
-        if resumed.random is None:  # each number of ranks draws other numbers
-            torch.manual_seed(mix_seeds(resumed.updates, world.rank))
-        if world.is_root:
-            print_line(f"trainer: {_describe(resumed, len(states))}", sys.stderr)
-            if differences:
-                print_line(f"trainer: WARNING: the script differs from the checkpoint; {differences}", sys.stderr)
-        return resumed
+        states = position.pop("random")
+        random = states[strategy.world.rank] if len(states) == strategy.world.size else None
+        if random is None:  # each number of ranks draws other numbers
+            torch.manual_seed(mix_seeds(position["updates"], strategy.world.rank))
+        if strategy.world.is_root:
+            ranks = f"{len(states)} rank{'s' * (len(states) > 1)}"
+            written = f"written {checkpoint.facts['written']} by {ranks}"
+            print_line(f"trainer: going on from checkpoint {checkpoint.path.name}, {written}", sys.stderr)
+            if kept:
+                print_line(f"trainer: from the checkpoint, not from the script: {', '.join(kept)}", sys.stderr)
+        return Resumed(checkpoint=checkpoint, random=random, positions=position.pop("loaders"), **position)
 
-    def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return what keeps a checkpoint from being loaded, in words; nothing is changed."""
-        problems: list[str] = []
-        for kind, prepared in (("models", self.prepared.models), ("optimizers", self.prepared.optimizers)):
-            if len(prepared) != len(saved[kind]):
-                problems.append(f"it has {len(saved[kind])} {kind}, and {len(prepared)} were prepared")
-        for number, (model, state) in enumerate(zip(self.prepared.models, saved["models"], strict=False)):
-            where = f" of model {number}" if len(self.prepared.models) > 1 else ""
-            problems += [f"{problem}{where}" for problem in model_differences(model.state_dict(), state)]
-        for number, (optimizer, state) in enumerate(zip(self.prepared.optimizers, saved["optimizers"], strict=False)):
-            where = f"optimizer {number}" if len(self.prepared.optimizers) > 1 else "the optimizer"
-            problems += [f"{where} {problem}" for problem in optimizer_differences(optimizer, state)]
-        for name in sorted(set(self.objects) ^ set(saved["objects"])):
-            problems.append(f"it has {'no' if name in self.objects else 'a'} state {name!r}")
-        kinds = saved.get("kinds", {})  # an older checkpoint has none, and no settings
-        for name in [name for name in self._kinds if name in kinds]:
-            here, there = self._kinds[name]["class"], kinds[name]["class"]
-            if here != there:
-                problems.append(f"state {name!r} is a {there} there and a {here} here")
-        return problems
-
-    def load(self, saved: Mapping[str, Any]) -> str:
-        """Take over a checkpoint's contents, which `differences` has found to fit.
-
-        Returns:
-            Which settings of the script are others than the checkpoint's, and which of them apply, in one line.
-        """
+    def _load(self, saved: Mapping[str, Any]) -> None:
         for model, state in zip(self.prepared.models, saved["models"], strict=True):
             model.load_state_dict(shard_as(state, model.state_dict()))
         for optimizer, state in zip(self.prepared.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(shard_optimizer_state(state["state"], optimizer))
             align_state(optimizer)
-        states = saved.get("synchronizers") or [{}] * len(self.prepared.models)  # an older checkpoint has none
-        for synchronizer, state in zip(self.prepared.models.values(), states, strict=True):
+        for synchronizer, state in zip(self.prepared.models.values(), saved["synchronizers"], strict=True):
             # It takes what it can use: other settings than the checkpoint's are fine.
             synchronizer.load_state_dict(shard_as(state, None))
-        self._load_objects(saved["objects"])
-        self.settings, differences = merge_settings(
-            self.settings, saved.get("settings", {}), rate_is_scripts=self._rate_is_scripts
-        )
-        return differences
-
-    def _load_objects(self, saved: Mapping[str, Any]) -> None:
         for name, value in self.objects.items():
             if type(value) is dict:
-                loaded = shard_as(saved[name], value)
+                loaded = shard_as(saved["objects"][name], value)
                 value.clear()
                 value.update(loaded)
                 continue
             try:
-                value.load_state_dict(shard_as(saved[name], value.state_dict()))
+                value.load_state_dict(shard_as(saved["objects"][name], value.state_dict()))
             except Exception as error:
                 reason = " ".join(str(error).split())
                 raise ConfigError(
@@ -200,15 +159,63 @@ class Contents:
                 ) from None
 
 
-def _describe(resumed: Resumed, ranks: int) -> str:
-    facts = resumed.checkpoint.facts
-    position = resumed.positions[resumed.saved_in] if resumed.saved_in is not None else {"taken": 0}
-    where = f"the end of epoch {resumed.epoch}"
-    if taken := position["taken"]:
-        where = f"epoch {resumed.epoch + 1} after {taken:,} {position.get('unit', 'samples')}"
-    if resumed.is_complete:
-        where += " and of the training"
-    return (
-        f"going on from checkpoint {resumed.checkpoint.path.name}, {where}, written {facts['written']} by {ranks} "
-        f"rank{'s' * (ranks > 1)}"
-    )
+def _settings_from(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings that an optimizer's state has from a checkpoint, and otherwise from the script."""
+    for number, (saved, group) in enumerate(zip(there["param_groups"], here["param_groups"], strict=True)):
+        where = f" of group {number}" * (len(here["param_groups"]) > 1)
+        # A scheduler that has been made has set its first learning rate.
+        names = ["initial_lr" if "initial_lr" in group else "lr", *sorted(set(group) - set(_NOT_THE_SCRIPTS))]
+        for name in names:
+            if is_plain(group[name]) and is_plain(saved.get(name)) and saved.get(name, group[name]) != group[name]:
+                yield f"{name.removeprefix('initial_')}{where} = {saved[name]} (script: {group[name]})"
+
+
+def _class_of(value: Any) -> str:
+    """Return a state object's class, and those of schedulers within it: each loads the state of any other."""
+    inner = " and ".join(map(_class_of, getattr(value, "_schedulers", ()) if isinstance(value, LRScheduler) else ()))
+    return f"{type(value).__name__} of {inner}" if inner else type(value).__name__
+
+
+def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Return in words what keeps a checkpoint's contents from being loaded, compared with those of a run."""
+    problems: list[str] = []
+    for kind, find in (("models", _model_differences), ("optimizers", _optimizer_differences)):
+        if len(here[kind]) != len(there[kind]):
+            problems.append(f"it has {len(there[kind])} {kind}, and {len(here[kind])} were prepared")
+        for number, pair in enumerate(zip(here[kind], there[kind], strict=False)):
+            where = f" ({kind[:-1]} {number})" * (len(here[kind]) > 1)
+            problems += [problem + where for problem in find(*pair)]
+    for name in sorted(set(here["objects"]) ^ set(there["objects"])):
+        problems.append(f"it has {'no' if name in here['objects'] else 'a'} state {name!r}")
+    for name in sorted(set(here["kinds"]) & set(there["kinds"])):
+        mine, its = here["kinds"][name]["class"], there["kinds"][name]["class"]
+        if mine != its:
+            problems.append(f"state {name!r} is a {its} there and a {mine} here")
+    return problems
+
+
+def _model_differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
+    if missing := [name for name in here if name not in there]:
+        yield f"it lacks {_first(missing)}"
+    if unknown := [name for name in there if name not in here]:
+        yield f"it has {_first(unknown)}, which the model does not have"
+    for name, value in here.items():
+        saved = there.get(name)
+        if not isinstance(value, Tensor) or not isinstance(saved, Tensor | Scattered):
+            continue
+        if value.shape != saved.shape:
+            yield f"{name} has shape {tuple(saved.shape)} there and {tuple(value.shape)} here"
+        elif value.dtype != saved.dtype:
+            yield f"{name} is {saved.dtype} there and {value.dtype} here"
+
+
+def _optimizer_differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
+    groups, others = ([len(group["params"]) for group in one["state"]["param_groups"]] for one in (here, there))
+    if here["class"] != there["class"]:
+        yield f"the optimizer is a {there['class']} there and a {here['class']} here"
+    elif groups != others:
+        yield f"the optimizer has {others} parameters per group there and {groups} here"
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]

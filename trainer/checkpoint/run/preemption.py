@@ -1,8 +1,7 @@
 """Preemption: the signals with which a scheduler or a supervisor announces the end of a job.
 
 A signal only sets a flag: all ranks agree on the update after which they save. A thread watches the flag as well. It
-ends the process if the ranks cannot agree in time, because one of them has gone say, or in a long evaluation. If all
-is saved already, it ends the process at once.
+ends the process if the ranks cannot agree in time, because a rank has gone say, or in a long evaluation.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import atexit
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -20,24 +18,20 @@ from trainer.watch.failure import end_process
 from trainer.watch.heartbeat import PREEMPTED, note, report_phase
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-_POLL_S = 0.05
-_AGREED_WITHIN_S = 1.0
 
 
 class Preemption:
     """The signals of `SIGNALS` that came since it was made, and what follows one.
 
     Args:
-        is_saved: called in a thread after a signal, again and again. Returns whether the process may end now, because
-            all that it has to save is saved.
+        is_saved: called in a thread. Returns whether all that the process has to save is saved.
         grace_s: seconds after which the process ends in any case.
     """
 
     def __init__(self, is_saved: Callable[[], bool], grace_s: float) -> None:
         self.received: signal.Signals | None = None
         """The first signal that came."""
-        self._may_end, self._grace_s = is_saved, grace_s
-        self._is_handled = self._is_closed = self._is_saved = False
+        self._is_saved, self._grace_s, self._closed = is_saved, grace_s, threading.Event()
         self._earlier: dict[signal.Signals, object] = {}
         if threading.current_thread() is not threading.main_thread():
             return  # Python takes signals in its main thread only
@@ -50,17 +44,9 @@ class Preemption:
         atexit.register(_ignore_usr2)
         threading.Thread(target=self._watch, args=(reader,), name="trainer-preemption", daemon=True).start()
 
-    def handled(self) -> None:
-        """Leave the end of the process to the caller, which saves with all ranks, within the same time."""
-        self._is_handled = True
-
-    def saved(self) -> None:
-        """Note that all is saved: a process whose exit handlers take longer than its time ends as one that has."""
-        self._is_saved = True
-
     def close(self) -> None:
         """Handle signals as before."""
-        self._is_closed = True
+        self._closed.set()
         if not self._earlier:
             return
         atexit.unregister(_ignore_usr2)
@@ -82,18 +68,10 @@ class Preemption:
             return
         self.received = self.received or number
         note(signal=number)
-        started = time.monotonic()
-        deadline = started + self._grace_s
-        # The ranks may be about to agree, which is better: all of them end then.
-        agreed = started + min(_AGREED_WITHIN_S, self._grace_s / 4)
-        while time.monotonic() < deadline:
-            if self._is_closed:
-                return
-            if not self._is_handled and time.monotonic() > agreed and self._may_end():
-                report_phase(PREEMPTED)
-                end_process("", exit_codes.PREEMPTED)
-            time.sleep(_POLL_S)
-        if self._is_saved:
+        if self._closed.wait(self._grace_s):
+            return
+        if self._is_saved():
+            report_phase(PREEMPTED)
             end_process("", exit_codes.PREEMPTED)
         end_process(f"{self.received.name}: not saved within {self._grace_s:g} s", 128 + self.received)
 

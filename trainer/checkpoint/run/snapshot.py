@@ -41,11 +41,11 @@ class Snapshot:
         Raises:
             TrainerError: a value is of a type that cannot be loaded again as data.
         """
-        self.parts, self._is_on_gpu = {}, False
+        self.parts = {}
         # Tensors that share memory, such as tied weights, share it in the snapshot as well.
         copied: dict[tuple[Any, ...], Tensor] = {}
         self.state = self._copy(state, (), copied)
-        if self._is_on_gpu:
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return self.state
 
@@ -97,5 +97,4 @@ class Snapshot:
             buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self._buffers[path] = buffer
         buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-        self._is_on_gpu |= tensor.is_cuda
         return buffer
