@@ -153,7 +153,7 @@ def test_what_it_costs_ranks_to_join_is_measured() -> None:
 
 @pytest.mark.slow
 def test_a_training_ends_at_its_target() -> None:
-    job = ["benchmarks/time_to_job.py", "language_model", "--settings", "sync_every=4", "--to", "7", "--limit", "40"]
+    job = ["benchmarks/time_to_job.py", "language_model", "--settings", "sync_every=4", "--to", "7"]
     outcome = run_job("horovodrun-mpi", 2, job)
     assert outcome.code == 0, outcome.output
     result = read_result(outcome.output)

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import faults
 from tests.faults.job_faults import FAULTS, Plan
-from tests.faults.job_trials import LAUNCHERS, PARTS, Trial, Trials, draw
+from tests.faults.job_trials import LAUNCHERS, Trial, Trials, draw
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -50,15 +50,13 @@ def test_no_fault_loses_a_sample_or_changes_the_weights(trials: Trials, fault: s
 
 
 def test_the_table_has_a_row_for_each_fault_and_one_for_all() -> None:
-    one = Trial("mpi", Plan(fault="exception"), recovery_s=3.0, parts_s=dict.fromkeys(PARTS, 0.5))
+    one = Trial("mpi", Plan(fault="exception"), recovery_s=3.0)
     other = Trial("gloo", Plan(fault="exception"), recovery_s=5.0, problems=["lost"], is_lost=True, left=2)
     killed = Trial("gloo", Plan(fault="launcher killed"))
-    table = faults.table([one, other, killed], ["mpi", "gloo"]).splitlines()
-    assert table[2] == "| exception | 2 | 1 | 3.0 | 5.0 | 4.0 | 5.0 | 1 | 2 |"
-    assert table[3] == "| launcher killed | 1 | 1 | – | – | – | – | 0 | 0 |"
-    assert table[4] == "| **all** | 3 | 2 | 3.0 | 5.0 | 4.0 | 5.0 | 1 | 2 |"
-    parts = faults.table_of_parts([one, other], ["mpi", "gloo"]).splitlines()
-    assert parts[2:] == ["| mpi | 0.5 | 0.5 | 0.5 | 0.5 | 0.5 |", "| gloo | – | – | – | – | – |"]
+    table = faults.table([one, other, killed]).splitlines()
+    assert table[2] == "| exception | 2 | 1 | 4.0 | 5.0 | 1 | 2 |"
+    assert table[3] == "| launcher killed | 1 | 1 | – | – | 0 | 0 |"
+    assert table[4] == "| **all** | 3 | 2 | 4.0 | 5.0 | 1 | 2 |"
 
 
 def test_each_fault_comes_as_often_as_any_other() -> None:

@@ -80,7 +80,7 @@ def test_parameter_servers_listen_on_the_clusters_network_and_show_no_token(clus
 
 
 def test_the_communication_benchmark_runs_on_two_nodes(cluster: Cluster) -> None:
-    bench = ["python", "scripts/comm_bench.py", "--max-size", "1M", "--factor", "512", "--repeats", "1"]
+    bench = ["python", "scripts/comm_bench.py", "--sizes", "4", "2K", "1M", "--repeats", "1"]
     outcome = cluster.run(
         "a", "horovodrun", "-np", "4", "-H", "a:2,b:2", *bench, "--json", "runs/comm.json", "--plot", "runs/comm.png"
     )

@@ -28,7 +28,6 @@ LAUNCHERS = ("mpi", "gloo", "torchrun")
 NO_FAULT = "none"
 TIMEOUT_S = 15
 """What `trainer run` gets as --timeout where a rank is stopped: longer than a start on a machine that is busy."""
-PARTS = ("detected", "ended", "started", "joined", "first update")
 RANKS = 2
 _DEADLINE_S = 120.0
 _GONE_S = 2.0
@@ -53,8 +52,6 @@ class Trial:
     """Processes that were left."""
     recovery_s: float | None = None
     """From the fault to the first update after it."""
-    parts_s: Mapping[str, float] = field(default_factory=dict)
-    """`PARTS` of it, where one call of `trainer run` has seen all of it."""
 
 
 def is_possible(fault: str) -> bool:
@@ -142,7 +139,6 @@ class Trials:
             trial.problems.append(f"{len(after)} starts after the fault, {len(attempts)} attempts; one was enough")
         if after and after[0].first_update_s is not None:
             trial.recovery_s = after[0].first_update_s - made_s
-        trial.parts_s = attempts[-1]["recovery_s"] if attempts else {}
         trial.problems += _problems_of_fault(trial.plan, folder, starts)
 
 

@@ -81,7 +81,7 @@ def test_the_figures_of_the_check_are_printed() -> None:
     outcome = run_job("python", 1, [*script, "--launchers", "torchrun"], timeout_s=JOB_TIMEOUT_S)
     assert outcome.code == 0, outcome.output
     tables = re.sub(" +", " ", outcome.output.split("## ", 1)[1])
-    assert f"PyTorch {torch.__version__}, CUDA " in tables
+    assert f"PyTorch {torch.__version__}" in tables
     assert "| strategy | ranks | precision | s/epoch (median, first epoch excluded) | samples/s | accuracy |" in tables
     assert tables.count("| DDPStrategy | 1 |") == 2
     several = torch.cuda.device_count() > 1 or not ON_GPU
