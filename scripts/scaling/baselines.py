@@ -53,11 +53,6 @@ class Baselines:
         """Return all runs of ranks that exchange nothing."""
         return [run for runs in self.side_by_side.values() for run in runs]
 
-    def side_by_side_rates(self) -> dict[tuple[int, int, int], float]:
-        """Return the median samples/s of ranks that exchange nothing, by batch, threads and number of ranks."""
-        rates = {key: [run.samples_per_s for run in runs if run.timing] for key, runs in self.side_by_side.items()}
-        return {key: statistics.median(values) for key, values in rates.items() if values}
-
 
 def ranks_at_once(timing: dict[str, Any]) -> int:
     """Return how many ranks of a run compute at once on a machine's cores, with a core or more each.

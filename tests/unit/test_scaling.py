@@ -14,10 +14,9 @@ import scaling_test
 from scaling.advice import Known, Measured, advise, summarize
 from scaling.low_rank import LowRank, measure_low_rank
 from scaling.models import MODELS, Network, Shape, model_of
-from scaling.report import draw, render_text, tables, write_json, write_page
+from scaling.report import render_text, write_json, write_page
 from scaling.results import Results
 from scaling.runs import Run, Trial
-from tqdm import tqdm
 
 from tests.unit.scaling_results import FAST, FOUR, PAIR, SIZE, SLOW, make_results, timing
 from trainer import RunConfig
@@ -50,6 +49,7 @@ def test_advice_has_its_predicted_gain() -> None:
     text = summarize(measured(), [accumulate, compress], SLOW)
     assert "The link carries 0.1 Gbit/s; a small message takes 1 ms" in text
     assert "the exchange takes 4 × the compute" in text
+    assert "8 threads share 4 cores, which limits the efficiency to 50%" in summarize(measured(threads=8), [], None)
     gain = f"{accumulate.gain:.2g}"
     assert f"Advice: accumulate 8 (a global batch 8 times as large) for about {gain} ×, or use bf16" in text
 
@@ -84,6 +84,7 @@ def test_a_script_that_accumulates_already_is_to_take_more_steps_than_it_does() 
         ({"compression": "powersgd:4"}, {"--accumulate", "--sync-every"}),
         ({"sync_every": 4}, {"--compression", "--accumulate"}),
         ({"outer_lr": 0.7}, {"--compression", "--accumulate"}),
+        ({"precision": "fp16"}, {"--compression", "--accumulate"}),  # bf16, and no rounds
     ],
 )
 def test_nothing_is_advised_that_the_script_does_or_that_does_not_go_with_it(
@@ -91,17 +92,6 @@ def test_nothing_is_advised_that_the_script_does_or_that_does_not_go_with_it(
 ) -> None:
     known = Known(half_size_ratio=0.5, low_rank_s=0.02, config=RunConfig(**settings))
     assert {advice.options[0] for advice in advise(measured(exchange=1.0), [], known)} == left
-
-
-def test_a_loss_scale_goes_with_bf16_alone() -> None:
-    known = Known(half_size_ratio=0.5, low_rank_s=0.02, config=RunConfig(precision="fp16"))
-    found = {advice.options for advice in advise(measured(exchange=1.0), [], known)}
-    assert found == {("--compression", "bf16"), ("--accumulate", "8")}
-
-
-def test_compression_is_not_advised_where_latency_dominates() -> None:
-    found = advise(measured(), [], Known(half_size_ratio=1.0, low_rank_s=0.5))
-    assert [one.options[0] for one in found] == ["--accumulate", "--sync-every"]
 
 
 def test_small_gains_are_not_advised() -> None:
@@ -118,8 +108,6 @@ def test_a_predicted_gain_is_to_be_larger_than_a_measured_one() -> None:
     (found,) = advise(run, [other], Known(low_rank_s=0.001))
     assert found.what == "take strategy ring"
     assert found.gain == pytest.approx(1.15)
-    more = advise(measured(exchange=0.03, waiting=0.0, hidden=0.0), [], Known(low_rank_s=0.001))
-    assert [one.options[0] for one in more] == ["--compression", "--accumulate", "--sync-every"]
 
 
 def test_low_rank_gradients_are_to_gain_more_where_ranks_share_cores() -> None:
@@ -135,10 +123,6 @@ def test_low_rank_gradients_are_to_gain_more_where_ranks_share_cores() -> None:
     assert advised(1.6, threads=4)
 
 
-def test_accumulation_gains_nothing_where_the_cores_would_be_fully_loaded() -> None:
-    assert advise(measured(), [], Known(low_rank_s=0.001, full_load_s=0.5)) == []
-
-
 def loading(**changes: Any) -> Measured:
     """Return a rank on 8 cores, one of which computes 0.1 s in each step."""
     return measured(**{"shape": "1x1", "ranks": 1, "cores": 8, "threads": 1, "exchange": 0.0, **changes})
@@ -150,8 +134,10 @@ def test_a_rank_that_loads_by_itself_is_told_how_many_workers_it_wants() -> None
     assert found.options == ("--workers", "3")  # 0.25 s of decoding in 0.1 s of a step
     assert found.gain == pytest.approx(0.35 / 0.1)
     text = summarize(run, [found], None)
-    assert "Ranks wait for their loaders 71% of a step: one worker takes 250 ms for a batch, and the rest" in text
-    assert "rest of a step 100 ms, so a rank wants 3 workers (it has 0). Advice: load with 3 workers for" in text
+    assert "Ranks wait for their loaders 71% of a step: a rank wants 3 workers (it has 0) and cores" in text
+    run = loading(workers=None, input=0.2)
+    assert "Input takes 67% of a step, though the data is in memory" in summarize(run, [], None)
+    assert advise(run, [], Known()) == []
 
 
 def test_workers_that_are_waited_for_are_too_few() -> None:
@@ -168,7 +154,6 @@ def test_cores_that_are_busy_limit_what_workers_gain() -> None:
     (found,) = advise(run, [], Known())
     assert found.options == ("--workers", "2")  # no more than the rank has cores
     assert found.gain == pytest.approx(0.35 / ((0.25 + 2 * 0.1) / 2))
-    assert "that keeps 2 cores busy for 225 ms, so take more cores for each rank" in summarize(run, [found], None)
     assert advise(loading(workers=0, input=0.25, cores=1), [], Known()) == []
     on_gpu = loading(workers=0, input=0.25, cores=8, threads=8, on_cpu=False)
     (found,) = advise(on_gpu, [], Known())
@@ -176,21 +161,10 @@ def test_cores_that_are_busy_limit_what_workers_gain() -> None:
     assert found.gain == pytest.approx(0.35 / 0.1)
 
 
-def test_slow_input_from_memory_is_no_matter_of_workers() -> None:
-    run = loading(workers=None, input=0.2)
-    assert "Input takes 67% of a step, though the data is in memory" in summarize(run, [], None)
-    assert advise(run, [], Known()) == []
-
-
 def test_a_better_strategy_or_a_smaller_shape_is_named() -> None:
     others = [measured(strategy="ring", samples_per_s=1200.0), measured(shape="1x2", ranks=2, samples_per_s=1600.0)]
     found = [one.what for one in advise(measured(exchange=0.001), others, Known())]
     assert found == ["stay with 1x2 (horovod)", "take strategy ring"]
-
-
-def test_oversubscribed_cores_are_named() -> None:
-    text = summarize(measured(threads=8), [], None)
-    assert "8 threads share 4 cores, which limits the efficiency to 50%" in text
 
 
 @pytest.fixture
@@ -212,7 +186,6 @@ def test_rows_are_medians_with_speedup_efficiency_and_error(results: Results) ->
     assert four.predicted.waiting == pytest.approx(
         math.sqrt(2) * 0.025
     )  # of two ranks, the slower takes 0.15 s in 3 of 4 cases
-    assert re.search(r"\|\s+35\.4 \|", render_text(results))
     assert four.error == pytest.approx(four.predicted_samples_per_s / (400 / 2.2) - 1)
     assert one.predicted is None
     assert {predicted.shape.ranks for _, predicted, _ in results.larger()} == {8, 16, 64}
@@ -222,7 +195,7 @@ def test_a_single_rank_is_measured_once_in_each_round(results: Results, monkeypa
     monkeypatch.setattr(scaling_test, "_run_once", lambda run, *_: run.ended(problem="exit code 1"))
     results.baselines.alone.clear()
     for number in (1, 1, 2):
-        scaling_test._measure_single_rank(results, number, 100, 1, tqdm(disable=True))
+        scaling_test._measure_single_rank(results, number, 100, 1)
     assert [run.round for run in results.baselines.alone[100, 1]] == [1, 2]
     assert len([problem for problem in results.problems() if "exit code 1" in problem]) == 2
 
@@ -312,23 +285,9 @@ def test_text_and_page_have_the_same_content(partial_results: Results, tmp_path:
     ):  # fmt: skip
         assert part in text
         assert part in page
-    for title, _, body in tables(partial_results):
-        assert (title in page) == (title in text) == bool(body)
     assert "no <such> host" in text
-
-
-def test_the_page_is_escaped_and_self_contained(partial_results: Results, tmp_path: Path) -> None:
-    write_page(tmp_path / "s.html", partial_results)
-    page = (tmp_path / "s.html").read_text()
     assert "no &lt;such&gt; host" in page
-    assert "&lt;b&gt;:2" in page
     assert "<b>:2" not in page
-    assert page.count("<svg") == 2
     assert not re.search(r"<(script|link|img|iframe)\b|url\(http|(src|href)=\"(?!#)", page)
-
-
-def test_the_plot_has_both_curves(partial_results: Results, tmp_path: Path) -> None:
-    draw(tmp_path / "s.svg", partial_results)
-    drawn = (tmp_path / "s.svg").read_text()
-    for text in ("Throughput", "Efficiency", "horovod, weak", "2x2"):
-        assert re.search(f"<!-- .*{text}", drawn), text
+    for name in ("Throughput", "Efficiency", "horovod, weak", "2x2"):
+        assert re.search(f"<!-- .*{name}", page), name

@@ -9,10 +9,8 @@ import scaling_test
 from scaling.baselines import place, ranks_at_once
 from scaling.jobs import Host, JobError, Plan
 from scaling.models import Network, Shape
-from scaling.report import render_text
 from scaling.results import Results
 from scaling.runs import Run
-from tqdm import tqdm
 
 from tests.unit.scaling_results import FAST, FOUR, PAIR, SIZE, SLOW, make_results, timing
 
@@ -35,7 +33,7 @@ def test_ranks_that_share_cores_are_predicted_from_an_exchange_beside_computing(
 
     monkeypatch.setattr(scaling_test, "time_beside_compute", time_beside_compute)
     for run in results.runs:
-        scaling_test._measure_beside_compute(results, run, tqdm(disable=True))
+        scaling_test._measure_beside_compute(results, run)
     assert [one[:3] for one in asked] == [(FOUR, "horovod", SIZE)] * 3  # four ranks on two cores, and not 1x1
     assert [one[3] for one in asked] == pytest.approx([0.1] * 3)
     (_, four) = results.rows()
@@ -96,7 +94,7 @@ def test_a_rank_is_predicted_from_ranks_that_compute_side_by_side(
         if run.shape == FOUR and run.timing is not None:
             for _ in range(2):  # two strategies of a round
                 run_timing = {**run.timing, "world_size": 4}
-                scaling_test._measure_side_by_side(results, run, run_timing, tqdm(disable=True))
+                scaling_test._measure_side_by_side(results, run, run_timing)
     assert asked == [(Shape(hosts=1, per_host=2), "horovod", 100, 1, False)] * 3  # once a round
     for run in results.runs:
         if run.shape == FOUR and run.timing is not None:
@@ -108,7 +106,6 @@ def test_a_rank_is_predicted_from_ranks_that_compute_side_by_side(
     assert after.predicted.compute == pytest.approx(2 * 0.14)  # what is not all-reduced is computed, too
     assert after.measured.efficiency == before.measured.efficiency  # relative to single ranks
     assert [run.scaling for run in results.baselines.side_by_side_runs()] == ["side by side"] * 3
-    assert "| 2     | 1            | 100   |       714 |" in render_text(results)  # 1000 samples in 1.4 s
 
 
 def test_a_failed_run_side_by_side_leaves_the_prediction_from_parts(
@@ -123,7 +120,7 @@ def test_a_failed_run_side_by_side_leaves_the_prediction_from_parts(
         raise JobError("no room")
 
     monkeypatch.setattr(scaling_test, "time_steps", fail)
-    scaling_test._measure_side_by_side(results, shared, shared.timing or {}, tqdm(disable=True))
+    scaling_test._measure_side_by_side(results, shared, shared.timing or {})
     assert results.computed_between(shared) is None  # it would be that of a single rank, and later of another baseline
     assert results.rows() == before
     assert results.problems() == ["1x2 horovod side by side batch 100, round 1: no room"]
@@ -177,7 +174,7 @@ def test_hosts_that_are_one_machine_are_measured_in_their_own_places(
     run = Run(shape=PAIR, strategy="ring", scaling="weak", round=1, batch=100)
     for machines in (1, 2):
         found = timing(0.2, 200, world_size=2, machines=machines)
-        scaling_test._measure_side_by_side(results, run.ended(timing=found), found, tqdm(disable=True))
+        scaling_test._measure_side_by_side(results, run.ended(timing=found), found)
     assert shapes == [PAIR]  # not on two machines, where each rank has one for itself
 
 
@@ -196,6 +193,6 @@ def test_what_fails_beside_computing_leaves_the_prediction_from_parts(
         raise JobError("no route")
 
     monkeypatch.setattr(scaling_test, "time_beside_compute", fail)
-    scaling_test._measure_beside_compute(results, results.runs[1], tqdm(disable=True))
+    scaling_test._measure_beside_compute(results, results.runs[1])
     assert "cannot be measured: no route" in capsys.readouterr().err
     assert results.rows() == before
