@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import launching
 from benchmarks.checkpoint_savers import SAVERS
 from benchmarks.compare import decompress_mnist
 from benchmarks.contestants import CONTESTANTS, ON_DDP, RunSettings, differing_losses, start
 from benchmarks.time_to import read_result
-from benchmarks.two_hosts import ADDRESSES, hosts
+from benchmarks.two_hosts import hosts
 from benchmarks.workloads import TRANSFORMER, TUTORIAL, WORKLOADS
 from examples.datasets.mnist import FILES
 from tests.distributed.harness import ROOT, run_job
@@ -88,20 +87,6 @@ def test_contestants_train_the_transformer_on_two_ranks(tmp_path: Path, names: t
 
 
 @pytest.mark.slow
-@pytest.mark.needs("root")
-@pytest.mark.parametrize("launcher", ["horovodrun", "torchrun"])
-def test_half_of_the_ranks_are_on_each_of_two_hosts(tmp_path: Path, launcher: str) -> None:
-    script = tmp_path / "host.py"
-    # In one piece: print writes several where the environment has PYTHONUNBUFFERED, and ranks' pieces mix.
-    script.write_text("import socket, sys\nsys.stdout.write(' '.join([socket.gethostname(), *sys.argv[1:]]) + '\\n')\n")
-    with hosts(tmp_path / "hosts") as variables:
-        command = [*launching.launch(str(script), 4, launcher, on_two_hosts=True), "--data-dir", "a folder"]
-        done = launching.run(command, timeout_s=60, variables=variables)
-    assert done.problem is None, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"{host} --data-dir a folder" for host in ADDRESSES for _ in range(2)]
-
-
-@pytest.mark.slow
 @pytest.mark.needs("root", "peers")
 def test_contestants_train_on_two_hosts(tmp_path: Path) -> None:
     with hosts(tmp_path / "hosts") as two_hosts:
@@ -115,7 +100,7 @@ def test_contestants_train_on_two_hosts(tmp_path: Path) -> None:
 
 def benchmark(module: str, *arguments: str) -> str:
     """Run a benchmark as its page says, and return what it prints."""
-    command = [sys.executable, "-m", f"benchmarks.{module}", "--dataset", "digits", "--repeats", "1", *arguments]
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--repeats", "1", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -125,7 +110,7 @@ def benchmark(module: str, *arguments: str) -> str:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_way_of_saving_is_measured(tmp_path: Path, ranks: int) -> None:
     result = tmp_path / "result.json"
-    options = ["--network", "tutorial", "--ranks", str(ranks), "--updates", "4"]
+    options = ["--dataset", "digits", "--network", "tutorial", "--ranks", str(ranks), "--updates", "4"]
     benchmark("checkpoints", *options, "--folder", str(tmp_path / "new"), "--json", str(result))
     blocks = json.loads(result.read_text())["blocks"][str(ranks)]
     assert [block["saver"] for block in blocks] == list(SAVERS)
@@ -137,7 +122,7 @@ def test_every_way_of_saving_is_measured(tmp_path: Path, ranks: int) -> None:
 
 @pytest.mark.slow
 def test_the_time_to_the_first_step_has_a_row() -> None:
-    printed = benchmark("startup", "--only", "horovodrun, first step")
+    printed = benchmark("startup", "--dataset", "digits", "--only", "horovodrun, first step")
     (row,) = [line.split("|") for line in printed.splitlines() if line.startswith("| h")]
     ready, ended = (float(cell.split()[0]) for cell in row[2:4])
     assert 0 < ready <= ended
@@ -145,10 +130,8 @@ def test_the_time_to_the_first_step_has_a_row() -> None:
 
 @pytest.mark.slow
 def test_what_it_costs_ranks_to_join_is_measured() -> None:
-    command = [sys.executable, "-m", "benchmarks.join", "--ranks", "2", "--repeats", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if line.startswith(("| torchrun | 2", "| horovodrun | 2"))]
+    printed = benchmark("join", "--ranks", "2")
+    assert [line for line in printed.splitlines() if line.startswith(("| torchrun | 2", "| horovodrun | 2"))]
 
 
 @pytest.mark.slow

@@ -57,10 +57,3 @@ def test_the_table_has_a_row_for_each_fault_and_one_for_all() -> None:
     assert table[2] == "| exception | 2 | 1 | 4.0 | 5.0 | 1 | 2 |"
     assert table[3] == "| launcher killed | 1 | 1 | – | – | 0 | 0 |"
     assert table[4] == "| **all** | 3 | 2 | 4.0 | 5.0 | 1 | 2 |"
-
-
-def test_each_fault_comes_as_often_as_any_other() -> None:
-    found = list(faults.plan(["exception", "launcher killed"], LAUNCHERS, 12, seed=0))
-    assert len({(trial.plan.fault, trial.launcher) for trial in found}) == 6
-    assert len({(trial.plan.fault, trial.launcher) for trial in found[:6]}) == 6
-    assert found == list(faults.plan(["exception", "launcher killed"], LAUNCHERS, 12, seed=0))

@@ -81,11 +81,6 @@ def test_ratios_are_those_of_a_round() -> None:
     assert [line.split(" | ")[4:] for line in lines] == [["50 %", "1.00 |"], ["25 %", "2.00 |"], ["100 %", "0.50 |"]]
 
 
-@pytest.mark.parametrize("network", WORKLOADS)
-def test_an_epoch_is_a_whole_number_of_steps_on_up_to_eight_ranks(network: str) -> None:
-    assert WORKLOADS[network].samples % (8 * WORKLOADS[network].batch_size) == 0
-
-
 def test_the_loops_learning_rate_is_the_librarys() -> None:
     schedule = make_schedule(TrainerConfig(decay="none"), world_size=2, updates_per_epoch=300, epochs=2)
     rates = [0.01 * schedule.factor(update) for update in range(600)]
