@@ -28,7 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from scaling.baselines import place, ranks_at_once
+from scaling.baselines import ranks_at_once
 from scaling.jobs import JobError, Plan, time_beside_compute, time_network, time_steps
 from scaling.low_rank import measure_low_rank
 from scaling.models import Shape
@@ -113,15 +113,15 @@ def _measure_network(results: Results, timing: dict[str, Any], strategies: Seque
 
 
 def _measure_side_by_side(results: Results, run: Run, timing: dict[str, Any]) -> None:
-    """Measure ranks that compute at once and exchange nothing, as many as a machine of a run does; once in each round.
+    """Measure ranks that compute at once and exchange nothing, as many as a host of a run has; once in each round.
 
     Args:
         timing: of the run.
     """
     threads, count = timing["threads"], ranks_at_once(timing)
-    shape = place(results.plan.hosts, count, timing["machines"])
-    if count == 1 or shape is None:
+    if count == 1 or count > results.plan.hosts[0].slots:
         return
+    shape = Shape(hosts=1, per_host=count)
     done = results.baselines.side_by_side.setdefault((run.batch, threads, count), [])
     if any(earlier.round == run.round for earlier in done):
         return

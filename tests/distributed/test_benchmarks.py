@@ -18,11 +18,11 @@ from benchmarks.compare import decompress_mnist
 from benchmarks.contestants import CONTESTANTS, ON_DDP, RunSettings, differing_losses, start
 from benchmarks.time_to import read_result
 from benchmarks.two_hosts import hosts
-from benchmarks.workloads import TRANSFORMER, TUTORIAL, WORKLOADS
+from benchmarks.workloads import TUTORIAL
 from examples.datasets.mnist import FILES
 from tests.distributed.harness import ROOT, run_job
 
-WITH_HOROVOD = {network: tuple(name for name in CONTESTANTS[network] if name not in ON_DDP) for network in CONTESTANTS}
+WITH_HOROVOD = tuple(name for name in CONTESTANTS[TUTORIAL] if name not in ON_DDP)
 
 
 def make_noise(folder: Path) -> RunSettings:
@@ -50,7 +50,7 @@ def make_noise(folder: Path) -> RunSettings:
         ("ours", "limit"),
         pytest.param(("ours", "ddp"), marks=pytest.mark.slow),
         pytest.param(("ours", "fabric", "accelerate"), marks=[pytest.mark.needs("peers"), pytest.mark.slow]),
-        pytest.param(WITH_HOROVOD[TUTORIAL], marks=pytest.mark.slow),
+        pytest.param(WITH_HOROVOD, marks=pytest.mark.slow),
     ],
 )
 def test_contestants_train_on_two_ranks(tmp_path: Path, names: tuple[str, ...]) -> None:
@@ -69,21 +69,6 @@ def test_contestants_train_on_two_ranks(tmp_path: Path, names: tuple[str, ...]) 
     losses = {run.contestant: run.report.losses for run in runs if run.report is not None}
     if "limit" in names:
         assert losses["limit"] != losses["ours"], "the limit exchanged its gradients"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "names",
-    [pytest.param(("ours", "fabric", "accelerate"), marks=pytest.mark.needs("peers")), WITH_HOROVOD[TRANSFORMER]],
-)
-def test_contestants_train_the_transformer_on_two_ranks(tmp_path: Path, names: tuple[str, ...]) -> None:
-    settings = RunSettings(data_dir=tmp_path, plain_data_dir=tmp_path, work_dir=tmp_path, epochs=1, timeout_s=120)
-    runs = [start(TRANSFORMER, name, 2, 0, settings) for name in names]
-    for run in runs:
-        assert run.report is not None, run.problem
-        assert run.report.samples == [WORKLOADS[TRANSFORMER].samples]
-        assert run.report.evaluated == WORKLOADS[TRANSFORMER].test_samples
-    assert differing_losses(runs) == []
 
 
 @pytest.mark.slow

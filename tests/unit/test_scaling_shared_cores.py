@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import scaling_test
-from scaling.baselines import place, ranks_at_once
-from scaling.jobs import Host, JobError, Plan
+from scaling.baselines import ranks_at_once
+from scaling.jobs import JobError, Plan
 from scaling.models import Network, Shape
 from scaling.results import Results
 
@@ -55,10 +55,8 @@ def test_what_is_not_measured_beside_computing_is_predicted_from_its_parts(resul
     [
         ({"world_size": 2}, 2),
         ({"world_size": 4}, 2),  # on two cores
-        ({"world_size": 4, "cores": 8}, 4),
         ({"world_size": 4, "cores": 8, "machines": 2}, 2),
         ({"world_size": 4, "cores": 8, "threads": 4}, 2),
-        ({"world_size": 4, "cores": 2, "threads": 4}, 1),
         ({"world_size": 4, "cores": 8, "device": "cuda"}, 1),
     ],
 )
@@ -95,24 +93,6 @@ def test_a_rank_is_predicted_from_ranks_that_compute_side_by_side(
     assert after.predicted.compute == pytest.approx(2 * 0.14)  # what is not all-reduced is computed, too
     assert after.measured.efficiency == before.measured.efficiency  # relative to single ranks
     assert [run.scaling for run in results.baselines.side_by_side_runs()] == ["side by side"] * 3
-
-
-@pytest.mark.parametrize(
-    ("slots", "ranks", "machines", "shape"),
-    [
-        ([4, 4], 3, 2, (1, 3)),
-        ([1, 1], 2, 1, (2, 1)),
-        ([1, 1], 2, 2, None),
-        ([3, 3, 3, 3], 4, 1, (2, 2)),
-        ([2, 1], 3, 1, None),
-    ],
-)
-def test_a_machine_is_found_for_ranks_that_compute_at_once(
-    slots: list[int], ranks: int, machines: int, shape: tuple[int, int] | None
-) -> None:
-    hosts = [Host(name=f"host{number}", slots=count) for number, count in enumerate(slots)]
-    found = place(hosts, ranks, machines)
-    assert found == (Shape(hosts=shape[0], per_host=shape[1]) if shape else None)
 
 
 def test_more_hosts_are_predicted_from_the_nearest_number_of_ranks_side_by_side(results: Results) -> None:
