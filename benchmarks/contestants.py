@@ -45,7 +45,7 @@ class Contestant:
 
 def _loops(network: str) -> dict[str, Contestant]:
     """Return the loops of loops.py, which train any network."""
-    of = {
+    loops = {
         OURS: ("loop on the trainer's handle (ours)", "horovodrun"),
         "tuned": ("hand-written Horovod loop, tuned settings", "horovodrun"),
         "horovod": ("hand-written Horovod loop, default settings", "horovodrun"),
@@ -59,7 +59,7 @@ def _loops(network: str) -> dict[str, Contestant]:
             title=title, script="benchmarks/loops.py", options=(name, "--network", network), launcher=launcher,
             same_losses=name != LIMIT,
         )
-        for name, (title, launcher) in of.items()
+        for name, (title, launcher) in loops.items()
     }  # fmt: skip
 
 

@@ -14,7 +14,6 @@ is a small one in memory, which only root can mount. It needs Linux, and about t
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import shutil
@@ -23,10 +22,8 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.machine import describe_machine, load
 from tests.faults.job_faults import FAULTS
 from tests.faults.job_trials import LAUNCHERS, Trial, Trials, draw, faults
 from trainer.ops.processes import interrupt_on
@@ -74,9 +71,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--launcher", action="append", choices=LAUNCHERS, help="may be repeated (default: all)")
     parser.add_argument("--fault", action="append", choices=list(FAULTS), help="may be repeated (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument(
-        "--json", type=Path, default=Path("runs/faults.json"), metavar="FILE", help="(default: %(default)s)"
-    )
     return parser.parse_args(arguments)
 
 
@@ -85,12 +79,6 @@ def _describe(trial: Trial) -> str:
     verdict = f"{'; '.join(trial.problems)}; see {trial.folder}" if trial.problems else "right"
     where = f"rank {plan.rank}, update {plan.update}, {plan.place}"
     return f"{plan.fault}, {trial.launcher} ({where}): {_seconds([trial], max)} s, {verdict}"
-
-
-def _write(path: Path, trials: Sequence[Trial], seed: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"machine": describe_machine(), "load": load(), "seed": seed, "trials": [asdict(one) for one in trials]}
-    path.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,7 +91,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number, trial in enumerate(plan(wanted, launchers, args.trials, args.seed), 1):
         done.append(trials.run(trial))
         print(f"{number} of {args.trials}: {_describe(trial)}", file=sys.stderr, flush=True)
-        _write(args.json, done, args.seed)
     print(table(done))
     if any(trial.problems for trial in done):
         return 1

@@ -54,11 +54,6 @@ class Trial:
     """From the fault to the first update after it."""
 
 
-def is_possible(fault: str) -> bool:
-    """Return whether this user can make a fault here."""
-    return fault != "disk full, then killed" or os.geteuid() == 0
-
-
 def draw(fault: str, launcher: str, rng: random.Random) -> Trial:
     """Return a trial with a random place of the fault."""
     _, later = PREPARATIONS.get(fault, (None, 0))
@@ -238,4 +233,4 @@ def _end(folder: Path) -> int:
 
 def faults() -> list[str]:
     """Return the faults that can be made here."""
-    return [fault for fault in FAULTS if is_possible(fault)]
+    return [fault for fault in FAULTS if fault != "disk full, then killed" or os.geteuid() == 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -73,19 +72,6 @@ def test_the_parts_of_a_step_are_timed_on_the_device(tmp_path: Path) -> None:
     assert min(rank.values()) >= 0
     assert rank["compute"] > 0
     assert rank["input"] + rank["compute"] + rank["blocked"] == pytest.approx(rank["step"])
-
-
-@needs_digits
-def test_the_figures_of_the_check_are_printed() -> None:
-    script = ["scripts/check_gpu.py", "--skip-tests", "--dataset", "digits", "--epochs", "1", "--device", DEVICE]
-    outcome = run_job("python", 1, [*script, "--launchers", "torchrun"], timeout_s=JOB_TIMEOUT_S)
-    assert outcome.code == 0, outcome.output
-    tables = re.sub(" +", " ", outcome.output.split("## ", 1)[1])
-    assert f"PyTorch {torch.__version__}" in tables
-    assert "| strategy | ranks | precision | s/epoch (median, first epoch excluded) | samples/s | accuracy |" in tables
-    assert tables.count("| DDPStrategy | 1 |") == 2
-    several = torch.cuda.device_count() > 1 or not ON_GPU
-    assert ("bus bandwidth, GB/s" in tables) == several
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
