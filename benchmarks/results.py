@@ -36,14 +36,10 @@ def table(runs: Sequence[Run]) -> str:
         for name, by_round in seconds.items():
             if by_round:
                 values = by_round.values()
-                title, limit = CONTESTANTS[runs[0].network][name].title, _ratio(seconds[LIMIT], by_round)
-                cells = [
-                    title,
-                    str(ranks),
-                    f"{statistics.median(values):.2f}",
-                    f"{min(values):.2f} – {max(values):.2f}",
-                ]
-                cells += [f"{100 * limit:.0f} %" if limit else "", f"{_ratio(by_round, seconds[OURS]) or 0:.2f}"]
+                of_limit, to_ours = _ratio(seconds[LIMIT], by_round), _ratio(by_round, seconds[OURS])
+                cells = [CONTESTANTS[runs[0].network][name].title, str(ranks), f"{statistics.median(values):.2f}"]
+                cells += [f"{min(values):.2f} – {max(values):.2f}", f"{100 * of_limit:.0f} %" if of_limit else ""]
+                cells += [f"{to_ours:.2f}" if to_ours else ""]
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

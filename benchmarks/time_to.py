@@ -76,10 +76,12 @@ def launch(network: str, setting: str, seed: int, whole: bool) -> Result:
             [*ON_A, *command], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False,
             timeout=_TIMEOUT_S,
         )  # fmt: skip
-    except (KeyboardInterrupt, subprocess.TimeoutExpired):  # which end only the client
+    except (KeyboardInterrupt, subprocess.TimeoutExpired) as error:  # which end only the client
         with suppress(TrainerError):  # where it has ended meanwhile
             output(*ON_A, "pkill", "horovodrun")
-        raise
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise TrainerError(f"{network}, {setting}: has not ended after {_TIMEOUT_S:g} s") from None
     result = read_result(ended.stdout)
     if ended.returncode or result is None:
         raise TrainerError(f"{network}, {setting}: code {ended.returncode} and {'a' if result else 'no'} result")

@@ -58,7 +58,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("command", "ranks"),
     [
-        pytest.param("python train.py", 1, marks=pytest.mark.slow),
         ("horovodrun -np 2 python train.py", 2),
         pytest.param("horovodrun --gloo -np 2 python train.py", 2, marks=pytest.mark.slow),
         # torchrun itself: its command lies where PyTorch was installed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import scaling_test
 from scaling.baselines import ranks_at_once
-from scaling.jobs import JobError, Plan
+from scaling.jobs import Plan
 from scaling.models import Network, Shape
 from scaling.results import Results
 
@@ -104,16 +104,3 @@ def test_more_hosts_are_predicted_from_the_nearest_number_of_ranks_side_by_side(
     for _, predicted, efficiency in results.larger():  # two ranks on each host
         assert predicted.compute == pytest.approx(0.2)
         assert efficiency == pytest.approx(0.1 / predicted.step)
-
-
-def test_what_fails_beside_computing_leaves_the_prediction_from_parts(
-    results: Results, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = results.rows()
-
-    def fail(*_: object) -> float:
-        raise JobError("no route")
-
-    monkeypatch.setattr(scaling_test, "time_beside_compute", fail)
-    scaling_test._measure_beside_compute(results, results.runs[1])
-    assert results.rows() == before
