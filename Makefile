@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-jobs test-security fuzz test-docker test-docker-all containers image image-gpu image-gpu-if-changed image-arm64 image-check image-oci audit bases lint docs bench accuracy check-gpu wheels lock clean
+.PHONY: help setup run test test-all test-fast test-jobs test-security fuzz test-docker test-docker-all containers image image-gpu image-gpu-if-changed image-arm64 image-oci audit bases lint docs bench accuracy check-gpu wheels lock clean
 
 NP ?= 2
 EPOCHS ?= 1
@@ -20,7 +20,6 @@ SOURCE ?=
 REVISION ?= $(shell git describe --always --dirty --abbrev=40 --match= 2>/dev/null)
 CREATED ?= $(shell date -u +%Y-%m-%dT%H:%M:%SZ)
 ORIGIN = --build-arg SOURCE="$(SOURCE)" --build-arg REVISION="$(REVISION)" --build-arg CREATED="$(CREATED)"
-IMAGE ?= trainer:cpu
 OCI ?= dist/trainer-cpu.oci.tar
 # BuildKit's scanner is an image that it pulls; false leaves it out.
 SBOM ?= true
@@ -94,9 +93,6 @@ image-arm64:  ## Build the CPU image for linux/arm64, on another processor emula
 
 image-oci:  ## Export the CPU image as the archive OCI, with attestations: BuildKit's provenance, and an SBOM by its scanner
 	@docker buildx build --provenance=mode=max --sbom=$(SBOM) --output type=oci,dest="$(OCI)" . $(BASES) $(ORIGIN)
-
-image-check:  ## Say what is in IMAGE (trainer:cpu), and what a node of it may do and listens on
-	@python3 scripts/image_check.py $(IMAGE) $(ARGS)
 
 audit: setup  ## Ask PyPI which locked packages have known vulnerabilities; fails where it does not answer
 	@$(IN_VENV) python -m pip install --quiet --no-deps --require-hashes --upgrade --target build/audit -r requirements/audit.txt

@@ -18,10 +18,10 @@ OURS, LIMIT = "ours", "limit"
 DDP, ON_DDP = "ddp", ("fabric", "accelerate")
 """The loop on PyTorch's own DDP, and libraries that wrap it."""
 _ROUNDING = 1e-3
-PEERS = ("tuned", "horovod", DDP, *ON_DDP, "plain")
-
-_RECIPE = ("--network", TUTORIAL, "--batch-size", str(BATCH_SIZE), "--lr", str(LEARNING_RATE))
-_EXAMPLE = (*_RECIPE, "--momentum", str(MOMENTUM))
+_EXAMPLE = (
+    *("--network", TUTORIAL, "--batch-size", str(BATCH_SIZE)),
+    *("--lr", str(LEARNING_RATE), "--momentum", str(MOMENTUM)),
+)
 _EPOCH_LINE = re.compile(
     r"^epoch \d+/\d+: loss (?P<loss>[\d.]+),.* accuracy (?P<accuracy>[\d.]+) %, evaluated (?P<evaluated>\d+)/\d+, "
     r"(?P<seconds>[\d.]+) s \((?P<rate>[\d,]+) samples/s\)$",
@@ -39,51 +39,37 @@ class Contestant:
     launcher: str = "horovodrun"
     same_losses: bool = True
     """Its batches, dropout and gradients are ours, so its losses must equal ours to the last bit."""
-    record: bool = False
-    """It reports by a run's record, as `--output` of `examples/mnist.py`."""
     rounded: bool = False
     """It reports by epoch lines, whose rounded rate and seconds give the samples only roughly."""
 
 
 def _loops(network: str) -> dict[str, Contestant]:
-    """Return the loops that train any network: benchmarks/*_loop.py."""
-    options = ("--network", network)
-    horovod, torchrun, peers = "horovodrun", "torchrun", "peers"
-    of = {
-        "tuned": ("hand-written Horovod loop, tuned settings", "horovod_loop", horovod),
-        "horovod": ("hand-written Horovod loop, default settings", "horovod_loop", horovod),
-        DDP: ("hand-written DDP loop, Gloo", "ddp_loop", torchrun),
-        "fabric": ("Lightning Fabric, ddp", "fabric_loop", peers),
-        "accelerate": ("Accelerate", "accelerate_loop", peers),
-        LIMIT: ("limit: compute without exchange", "compute_loop", torchrun),
+    """Return the loops of loops.py, which train any network."""
+    loops = {
+        OURS: ("loop on the trainer's handle (ours)", "horovodrun"),
+        "tuned": ("hand-written Horovod loop, tuned settings", "horovodrun"),
+        "horovod": ("hand-written Horovod loop, default settings", "horovodrun"),
+        DDP: ("hand-written DDP loop, Gloo", "torchrun"),
+        "fabric": ("Lightning Fabric, ddp", "peers"),
+        "accelerate": ("Accelerate", "peers"),
+        LIMIT: ("limit: compute without exchange", "torchrun"),
     }
     return {
         name: Contestant(
-            title=title,
-            script=f"benchmarks/{script}.py",
-            options=(*options, "--tuned") if name == "tuned" else options,
-            launcher=launcher,
+            title=title, script="benchmarks/loops.py", options=(name, "--network", network), launcher=launcher,
             same_losses=name != LIMIT,
         )
-        for name, (title, script, launcher) in of.items()
-    }
-
-
-def _with_handle(network: str) -> dict[str, Contestant]:
-    """Return those of a network that no example trains: ours is a loop on the handle."""
-    ours = Contestant(
-        title="loop on the trainer's handle (ours)", script="benchmarks/handle_loop.py", options=("--network", network)
-    )
-    return {OURS: ours, **_loops(network)}
+        for name, (title, launcher) in loops.items()
+    }  # fmt: skip
 
 
 CONTESTANTS: Mapping[str, Mapping[str, Contestant]] = {
     TUTORIAL: {
+        **_loops(TUTORIAL),
         OURS: Contestant(
             title="trainer (ours)",
             script="examples/mnist.py",
             options=(*_EXAMPLE, "--no-channels-last", "--warmup-epochs", "1", "--decay", "none", "--dataset", "mnist"),
-            record=True,
         ),
         "plain": Contestant(
             title="plain Horovod example, DataLoader",
@@ -92,10 +78,9 @@ CONTESTANTS: Mapping[str, Mapping[str, Contestant]] = {
             same_losses=False,
             rounded=True,
         ),
-        **_loops(TUTORIAL),
     },
-    TRANSFORMER: _with_handle(TRANSFORMER),
-    RESNET: _with_handle(RESNET),
+    TRANSFORMER: _loops(TRANSFORMER),
+    RESNET: _loops(RESNET),
 }
 """By network and name. The tutorial network is trained by `Trainer` and by the plain example that it is for."""
 
@@ -139,14 +124,14 @@ def start(network: str, name: str, ranks: int, round: int, settings: RunSettings
     command = launch(contestant.script, ranks, contestant.launcher, on_two_hosts=settings.two_hosts is not None)
     command += [*contestant.options, "--epochs", str(settings.epochs), "--data-dir", str(data_dir)]
     record = settings.work_dir / f"{network}-{name}-{ranks}-{round}"
-    if contestant.record:
+    if contestant.script == "examples/mnist.py":
         command += ["--output", str(record)]
     if ranks == 1:
         command = on_one_core(command)
     finished = run(command, timeout_s=settings.timeout_s, threads=1, variables=settings.two_hosts)
     report, problem = None, finished.problem
     if problem is None:
-        report = read_report(finished, record if contestant.record else None)
+        report = read_report(finished, record)
         problem = check(report, WORKLOADS[network], settings.epochs, ranks, rounded=contestant.rounded)
     return Run(
         network=network,
@@ -160,11 +145,10 @@ def start(network: str, name: str, ranks: int, round: int, settings: RunSettings
     )
 
 
-def read_report(finished: Finished, record: Path | None) -> Report | None:
+def read_report(finished: Finished, record: Path) -> Report | None:
     """Return a run's report, from its record, its report line or its epoch lines; None when it has none of them."""
-    if record is not None:
-        epochs = record / "epochs.jsonl"
-        return _from_record(epochs.read_text()) if epochs.exists() else None
+    if (epochs := record / "epochs.jsonl").exists():
+        return _from_record(epochs.read_text())
     for line in finished.stdout.splitlines():
         if line.startswith(REPORT_PREFIX):
             return Report(**json.loads(line.removeprefix(REPORT_PREFIX)))
@@ -184,8 +168,7 @@ def check(report: Report | None, workload: Workload, epochs: int, ranks: int, *,
         fell = report.losses[-1] < report.losses[0]
         return None if fell else f"WRONG: the training losses are {report.losses}, and do not fall"
     if not workload.is_good(report.score):
-        score, worst = (workload.score_format.format(one) for one in (report.score, workload.worst_score))
-        return f"WRONG: {score} is worse than {worst}"
+        return f"WRONG: test score {report.score:.2f} is worse than {workload.worst_score:.2f}"
     return None
 
 
@@ -196,22 +179,16 @@ def differing_losses(runs: Sequence[Run]) -> list[str]:
     with losses that are `_ROUNDING` apart at most.
     """
     found = []
-    for network, ranks in sorted({(one.network, one.ranks) for one in runs}):
-        exact = [
-            one
-            for one in runs
-            if (one.network, one.ranks) == (network, ranks)
-            and one.report
-            and CONTESTANTS[network][one.contestant].same_losses
-        ]
-        for other in exact[1:]:
-            assert exact[0].report is not None
-            assert other.report is not None
-            pairs = zip(other.report.losses, exact[0].report.losses, strict=True)
-            if any(not math.isclose(*pair, rel_tol=_ROUNDING if ranks > 2 else 0.0) for pair in pairs):
+    first: dict[tuple[str, int], Run] = {}
+    for one in runs:
+        if one.report and CONTESTANTS[one.network][one.contestant].same_losses:
+            same = first.setdefault((one.network, one.ranks), one)
+            assert same.report is not None
+            losses, wanted, tolerance = one.report.losses, same.report.losses, _ROUNDING if one.ranks > 2 else 0.0
+            if any(not math.isclose(*pair, rel_tol=tolerance) for pair in zip(losses, wanted, strict=True)):
                 found.append(
-                    f"{network}: {other.contestant} and {exact[0].contestant} on {ranks} ranks (round {other.round}): "
-                    f"training losses {other.report.losses} and {exact[0].report.losses}"
+                    f"WRONG: {one.network}: {one.contestant} and {same.contestant} on {one.ranks} ranks (round "
+                    f"{one.round}): training losses {losses} and {wanted}"
                 )
     return found
 

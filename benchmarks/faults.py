@@ -30,34 +30,28 @@ from trainer.ops.processes import interrupt_on
 from trainer.watch.failure import report_failures
 
 
-def p95(values: Sequence[float]) -> float:
-    """Return the value that at most 5 % of the values are above."""
-    return sorted(values)[math.ceil(0.95 * len(values)) - 1]
-
-
-def table(trials: Sequence[Trial], launchers: Sequence[str]) -> str:
+def table(trials: Sequence[Trial]) -> str:
     """Format the trials, a fault per row, as Markdown."""
-    head = ["fault", "trials", "ended right", *(f"{launcher}, s" for launcher in launchers)]
-    rows = [[*head, "all, s", "p95, s", "lost", "processes left"]]
+    rows = [["fault", "trials", "ended right", "median recovery, s", "p95, s", "lost", "processes left"]]
     for fault in [*dict.fromkeys(trial.plan.fault for trial in trials), ""]:
         found = [trial for trial in trials if fault in ("", trial.plan.fault)]
-        by_launcher = [[trial for trial in found if trial.launcher == launcher] for launcher in launchers]
         rows.append([
             fault or "**all**", str(len(found)), str(sum(not trial.problems for trial in found)),
-            *(_seconds(some, statistics.median) for some in (*by_launcher, found)), _seconds(found, p95),
+            _seconds(found, statistics.median), _seconds(found, _p95),
             str(sum(trial.is_lost for trial in found)), str(sum(trial.left for trial in found)),
         ])  # fmt: skip
-    return _markdown(rows)
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def _p95(values: Sequence[float]) -> float:
+    """Return the value that at most 5 % of the values are above."""
+    return sorted(values)[math.ceil(0.95 * len(values)) - 1]
 
 
 def _seconds(trials: Sequence[Trial], summarize: Callable[[Sequence[float]], float]) -> str:
     values = [trial.recovery_s for trial in trials if trial.recovery_s is not None]
     return f"{summarize(values):.1f}" if values else "–"
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
 def plan(wanted: Sequence[str], launchers: Sequence[str], count: int, seed: int) -> Iterator[Trial]:
@@ -97,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number, trial in enumerate(plan(wanted, launchers, args.trials, args.seed), 1):
         done.append(trials.run(trial))
         print(f"{number} of {args.trials}: {_describe(trial)}", file=sys.stderr, flush=True)
-    print(table(done, launchers))
+    print(table(done))
     if any(trial.problems for trial in done):
         return 1
     shutil.rmtree(folder)

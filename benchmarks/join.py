@@ -1,4 +1,4 @@
-"""How long the ranks of a job take to join one another, by their number: real ranks of a tiny model, on this host.
+"""How long the ranks of a job take to join one another, by their number: real ranks, on this host.
 
     python -m benchmarks.join --ranks 2 4 8 16 32
 
@@ -24,7 +24,7 @@ _TIMEOUT_S = 900.0
 
 
 def join(launcher: str, ranks: int) -> dict[str, float]:
-    """Return the figures of one job: until its slowest rank has joined, and what the ranks compare at `prepare`.
+    """Return the figures of one job: until its slowest rank has joined.
 
     Raises:
         TrainerError: the job has failed.
@@ -37,8 +37,6 @@ def join(launcher: str, ranks: int) -> dict[str, float]:
     return {
         "s": max(figures["join s"] for figures in found),
         "CPU ms of a rank": statistics.median(figures["join CPU s"] for figures in found) * 1e3,
-        "messages": found[0]["checks"],
-        "kB of a rank": found[0]["checks kB"],
     }
 
 
@@ -46,11 +44,10 @@ def main() -> int:
     report_failures()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="(default: 2 to 16)")
-    parser.add_argument("--launchers", nargs="+", default=list(LAUNCHERS), choices=LAUNCHERS)
     parser.add_argument("--repeats", type=int, default=3, help="of which the median counts (default: %(default)s)")
     args = parser.parse_args()
     print(", ".join(f"{name} {value}" for name, value in describe_machine().items()), f"load {load():.1f}", sep="; ")
-    for launcher in args.launchers:
+    for launcher in LAUNCHERS:
         found = {ranks: [join(launcher, ranks) for _ in range(args.repeats)] for ranks in args.ranks}
         print(f"\n| {launcher} | {' | '.join(map(str, args.ranks))} |\n|{'---|' * (len(args.ranks) + 1)}")
         for figure in found[args.ranks[0]][0]:

@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
@@ -30,7 +28,6 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import trainer
-from benchmarks.common import REPORT_PREFIX
 from benchmarks.workloads import LEARNING_RATE, MOMENTUM
 from trainer.data.loader import InMemory
 from trainer.data.shard_plan import mix_seeds, permutation
@@ -41,25 +38,6 @@ _WARM_UP_PAIRS = 3
 
 # Trains for one block; returns its seconds and the mean loss over all ranks.
 Block = Callable[[], tuple[float, float]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Overhead:
-    """Cost of our layer over a hand-written loop, µs per step."""
-
-    ranks: int
-    median_us: float
-    low_us: float
-    """Lower quartile over pairs of blocks."""
-    high_us: float
-    """Upper quartile over pairs of blocks."""
-    ours_us: float
-    """Whole step of ours, median over blocks."""
-    by_hand_us: float
-    """Whole step of the hand-written loop, median over blocks."""
-    pairs: int
-    steps: int
-    """Steps in a block."""
 
 
 class ByHand:
@@ -130,8 +108,8 @@ def make_blocks(steps: int) -> tuple[trainer.Trainer, Block, Block]:
     return fitting, ours, lambda: by_hand.train(data)
 
 
-def measure(pairs: int, steps: int) -> Overhead:
-    """Time both blocks in turns; which one goes first alternates. Collective."""
+def measure(pairs: int, steps: int) -> str:
+    """Time both blocks in turns; which one goes first alternates. Return what they say, in a line. Collective."""
     fitting, ours, by_hand = make_blocks(steps)
     taken: dict[Block, list[float]] = {ours: [], by_hand: []}
     for pair in range(-_WARM_UP_PAIRS, pairs):
@@ -142,15 +120,10 @@ def measure(pairs: int, steps: int) -> Overhead:
     differences = [a - b for a, b in zip(taken[ours], taken[by_hand], strict=True)]
     low, median, high = statistics.quantiles(differences, n=4, method="inclusive")
     fitting.strategy.close()
-    return Overhead(
-        ranks=fitting.world.size,
-        median_us=median,
-        low_us=low,
-        high_us=high,
-        ours_us=statistics.median(taken[ours]),
-        by_hand_us=statistics.median(taken[by_hand]),
-        pairs=pairs,
-        steps=steps,
+    return (
+        f"our layer, {fitting.world.size} rank(s): {median:.1f} µs per step (quartiles {low:.1f} – {high:.1f}, {pairs} "
+        f"pairs of blocks of {steps} steps; a whole step of the hand-written loop: "
+        f"{statistics.median(taken[by_hand]):.0f} µs)"
     )
 
 
@@ -167,7 +140,7 @@ def main() -> None:
     world = trainer.current_world("cpu")
     found = measure(args.pairs, args.steps)
     if world.is_root:
-        print(REPORT_PREFIX + json.dumps(asdict(found)), flush=True)
+        print(found, flush=True)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ _INIT_GLOO = (
     f"import torch.distributed as dist; dist.init_process_group('gloo'); {_READY}; dist.destroy_process_group()"
 )
 _HOROVODRUN = ["horovodrun", "-np", "2", "-H", "localhost:2"]
-_MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
 _TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2", "--no-python"]
 
 
@@ -59,12 +58,7 @@ def commands(dataset: str, data_dir: Path, timing: Path) -> dict[str, list[str]]
     example = [*one_step, *example, "--dataset", dataset, "--data-dir", str(data_dir)]
     return {
         "python, import torch": [*python, "import torch"],
-        "mpirun, true": [*_MPIRUN, "true"],
-        "horovodrun, true": [*_HOROVODRUN, "true"],
-        "horovodrun --gloo, true": [*_HOROVODRUN, "--gloo", "true"],
-        "mpirun, hvd.init": [*_MPIRUN, *python, _INIT_HOROVOD],
         "horovodrun, hvd.init": [*_HOROVODRUN, *python, _INIT_HOROVOD],
-        "horovodrun --gloo, hvd.init": [*_HOROVODRUN, "--gloo", *python, _INIT_HOROVOD],
         "torchrun, init_process_group": [*_TORCHRUN, *python, _INIT_GLOO],
         "horovodrun, first step": [*_HOROVODRUN, *example],
         "horovodrun --gloo, first step": [*_HOROVODRUN, "--gloo", *example],
@@ -92,22 +86,13 @@ def read_start(stdout: str) -> Start:
     return Start(ready_s=None if ready is None else ready - stamps["began"], ended_s=stamps["ended"] - stamps["began"])
 
 
-def spread(seconds: Sequence[float | None]) -> str:
-    """Format as median (minimum - maximum); a dash where there are none."""
-    found = [one for one in seconds if one is not None]
-    return f"{statistics.median(found):.2f} ({min(found):.2f} - {max(found):.2f})" if found else "-"
-
-
 def table(starts: dict[str, list[Start]]) -> str:
-    """Format all starts as a table in Markdown, a command per row."""
-    width = max(map(len, starts))
-    lines = [
-        f"| {'command':{width}} | ready, s            | ended, s            |",
-        f"|{'-' * (width + 2)}|---------------------|---------------------|",
-    ]
+    """Format the medians of all starts as a table in Markdown, a command per row."""
+    lines = ["| command | ready, s | ended, s |", "|---|---|---|"]
     for name, found in starts.items():
-        ready, ended = spread([start.ready_s for start in found]), spread([start.ended_s for start in found])
-        lines.append(f"| {name:{width}} | {ready:19} | {ended:19} |")
+        ready = [start.ready_s for start in found if start.ready_s is not None]
+        ended = statistics.median(start.ended_s for start in found)
+        lines.append(f"| {name} | {f'{statistics.median(ready):.2f}' if ready else ''} | {ended:.2f} |")
     return "\n".join(lines)
 
 
@@ -123,8 +108,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="(default: %(default)s)")
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="ROW", help="(default: all rows)")
     args = parser.parse_args(arguments)
-    if args.repeats < 1:
-        parser.error(f"--repeats is {args.repeats}; it must be at least 1")
     print(", ".join(f"{name} {value}" for name, value in describe_machine().items()), f"load {load():.1f}", sep="; ")
     starts: dict[str, list[Start]] = {name: [] for name in args.only}
     with tempfile.TemporaryDirectory(prefix="trainer-startup-") as folder:

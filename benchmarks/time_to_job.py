@@ -3,7 +3,6 @@
     torchrun --nproc-per-node 4 benchmarks/time_to_job.py language_model --settings sync_every=8
 
 It imports nothing else from benchmarks/, because time_to.py copies this file alone to the nodes.
-benchmarks/updates_to.py trains with it, too.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +52,15 @@ class Task:
     is_loss: bool
     """Whether the score falls."""
     score_unit: str
-    items: tuple[int, str]
-    """What a sample counts as in the throughput, and its unit."""
     batch: int
     """Samples of a rank."""
     updates: int
     """Length of the learning rate's schedule, and the most updates."""
     clip_norm: float | None = None
 
-    def reached(self, score: float, target: float) -> bool:
+    def is_reached(self, score: float) -> bool:
         """Return whether a score is as good as the target."""
-        return score <= target if self.is_loss else score >= target
+        return score <= self.target if self.is_loss else score >= self.target
 
 
 def _mnist(handle: trainer.Run, data_dir: Path) -> tuple[trainer.InMemory, trainer.InMemory]:
@@ -88,7 +85,6 @@ TASKS = {
         target=98.0,
         is_loss=False,
         score_unit="%",
-        items=(1, "samples/s"),
         batch=100,
         updates=450,
     ),
@@ -100,7 +96,6 @@ TASKS = {
         target=3.1,
         is_loss=True,
         score_unit="bits/byte",
-        items=(_LENGTH, "bytes/s"),
         batch=4,
         updates=300,
         clip_norm=1.0,
@@ -117,11 +112,9 @@ class Result:
     reached: int | None
     """Updates to the target; None where it was not reached."""
     seconds: float
-    """Of the training, without the evaluations."""
+    """Of the training, on the slowest rank, without the evaluations."""
     score: float
     """At the end."""
-    per_s: float
-    """Samples or bytes of all ranks in a second, after the first evaluation; before it, updates may be sent whole."""
 
 
 def main() -> int:
@@ -129,28 +122,15 @@ def main() -> int:
     options = _parse_args()
     handle = trainer.init("ddp", seed=options.seed, **parse_settings(options.settings))
     task = TASKS[options.network]
-    target = task.target if options.to is None else options.to
-    result = train(task, handle, options.data_dir, seed=options.seed, target=target, limit=options.limit)
+    task = replace(task, target=task.target if options.to is None else options.to)
+    result = train(task, handle, options.data_dir, seed=options.seed, whole=options.whole)
     handle.print(RESULT + json.dumps(asdict(result)))
     handle.close()
     return 0
 
 
-def train(
-    task: Task,
-    handle: trainer.Run,
-    data_dir: Path,
-    *,
-    seed: int,
-    target: float,
-    limit: int | None = None,
-    ends_at_target: bool = True,
-) -> Result:
-    """Train with an evaluation every `EVERY` updates. Collective.
-
-    Args:
-        limit: most updates, where it is less than the task's.
-    """
+def train(task: Task, handle: trainer.Run, data_dir: Path, *, seed: int, whole: bool = False) -> Result:
+    """Train with an evaluation every `EVERY` updates, until the target is reached or to the end. Collective."""
     data, test = task.data(handle, data_dir)
     torch.manual_seed(seed)
     network = task.network()
@@ -160,24 +140,30 @@ def train(
     # Only sync_every lets the ranks' weights differ; the mean of 25 MB takes seconds on a slow link.
     tested = copy.deepcopy(network) if handle.config.sync_every > 1 else network
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    most, reached = min(limit or task.updates, task.updates), None
-    clock = Clock(handle, task.batch * handle.world_size * task.items[0])
-    for number, batch in enumerate(itertools.islice(batches, most), 1):
+    seconds, reached, started = 0.0, None, _start(handle)
+    for number, batch in enumerate(itertools.islice(batches, task.updates), 1):
         _update(task, handle, model, optimizer, batch)
         schedule.step()
-        if number % EVERY and number < most:
+        if number % EVERY and number < task.updates:
             continue
-        clock.stop(number)
-        if number == most:
+        seconds += max(handle.all_gather(time.perf_counter() - started))
+        if number == task.updates:
             handle.average_weights()
         score = evaluate(task, handle, network, tested, test_loader)
-        _report(handle, f"{number} updates, {clock.seconds:.1f} s: {score:.2f} {task.score_unit}")
-        if reached is None and task.reached(score, target):
+        if handle.is_root:
+            print(f"{number} updates, {seconds:.1f} s: {score:.2f} {task.score_unit}", file=sys.stderr, flush=True)
+        if reached is None and task.is_reached(score):
             reached = number
-            if ends_at_target:
+            if not whole:
                 break
-        clock.start()
-    return Result(updates=number, reached=reached, seconds=clock.seconds, score=score, per_s=clock.per_s)
+        started = _start(handle)
+    return Result(updates=number, reached=reached, seconds=seconds, score=score)
+
+
+def _start(handle: trainer.Run) -> float:
+    """Return the time, once all ranks are here."""
+    handle.barrier()
+    return time.perf_counter()
 
 
 def _update(task: Task, handle: trainer.Run, model: nn.Module, optimizer: Optimizer, batch: Sequence[Tensor]) -> None:
@@ -187,36 +173,6 @@ def _update(task: Task, handle: trainer.Run, model: nn.Module, optimizer: Optimi
     if task.clip_norm is not None:
         handle.clip_grad_norm_(model, task.clip_norm)
     optimizer.step()
-
-
-class Clock:
-    """Measures the time of training on the slowest rank, without that of the evaluations. Collective.
-
-    Args:
-        size: of an update, in the unit of the throughput.
-    """
-
-    def __init__(self, handle: trainer.Run, size: int) -> None:
-        self.seconds = 0.0
-        self._handle, self._size = handle, size
-        self._stops: list[tuple[int, float]] = []
-        self.start()
-
-    def start(self) -> None:
-        """Begin to count, on all ranks at once."""
-        self._handle.barrier()
-        self._started = time.perf_counter()
-
-    def stop(self, updates: int) -> None:
-        """Add the seconds since `start`, of the rank with the most of them."""
-        self.seconds += max(self._handle.all_gather(time.perf_counter() - self._started))
-        self._stops.append((updates, self.seconds))
-
-    @property
-    def per_s(self) -> float:
-        """Return the throughput after the first stop, or to it where it is the only one."""
-        (first, to_first), (last, to_last) = self._stops[0], self._stops[-1]
-        return self._size * (last - first) / (to_last - to_first) if last > first else self._size * first / to_first
 
 
 def evaluate(task: Task, handle: trainer.Run, network: nn.Module, tested: nn.Module, loader: trainer.Loader) -> float:
@@ -258,11 +214,6 @@ def _schedule(optimizer: Optimizer, updates: int) -> SequentialLR:
     return SequentialLR(optimizer, [warm_up, cosine], [WARM_UP])
 
 
-def _report(handle: trainer.Run, line: str) -> None:
-    if handle.is_root:
-        print(line, file=sys.stderr, flush=True)
-
-
 def _parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -273,7 +224,7 @@ def _parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of MNIST (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
     add("--to", type=float, metavar="SCORE", help="target (default: the network's)")
-    add("--limit", type=int, metavar="N", help="end after so many updates (default: the network's)")
+    add("--whole", action="store_true", help="train to the end, and not only to the target")
     return parser.parse_args(arguments)
 
 

@@ -47,7 +47,6 @@ class Workload:
     """A batch's inputs, as the network takes them."""
     score: Callable[[Tensor, Tensor], Tensor]
     """Of logits (n, classes) and targets (n,), summed over them."""
-    score_format: str
     worst_score: float
     """After two epochs, on one rank and on two."""
     is_loss: bool
@@ -60,10 +59,6 @@ class Workload:
     test_samples: int
     learning_rate: Callable[[int, int, int], float]
     """Of an update (from 0), the updates of an epoch and the number of ranks."""
-    items: tuple[int, str]
-    """What a sample counts as in the throughput, and its unit."""
-    settings: dict[str, object]
-    """The recipe in words."""
 
     def make(self, seed: int) -> nn.Module:
         """Return the network with weights from `seed`."""
@@ -127,7 +122,6 @@ WORKLOADS = {
         data=lambda data_dir: read_mnist(mnist_folder(data_dir)),
         prepare=normalize,
         score=_right,
-        score_format="test accuracy {:.2%}",
         worst_score=0.90,  # it reaches 0.954 to 0.960
         is_loss=False,
         batch_size=BATCH_SIZE,
@@ -135,8 +129,6 @@ WORKLOADS = {
         samples=60_000,
         test_samples=10_000,
         learning_rate=scaled_learning_rate,
-        items=(1, "images/s"),
-        settings={"batch per rank": BATCH_SIZE, "learning rate": LEARNING_RATE, "momentum": MOMENTUM},
     ),
     TRANSFORMER: Workload(
         network=lambda: Transformer(*SIZES["1m"], _LENGTH),
@@ -144,7 +136,6 @@ WORKLOADS = {
         data=_standard_library,
         prepare=lambda inputs: inputs,
         score=lambda logits, targets: F.cross_entropy(logits, targets, reduction="sum") / math.log(2),
-        score_format="test loss {:.2f} bits per byte",
         worst_score=4.5,  # it reaches 3.84 on two ranks, and 3.55 on one
         is_loss=True,
         batch_size=4,
@@ -152,8 +143,6 @@ WORKLOADS = {
         samples=_TRAIN_WINDOWS,
         test_samples=_TEST_WINDOWS,
         learning_rate=lambda update, updates_per_epoch, size: 1e-3 * min(1.0, (update + 1) / _WARM_UP),
-        items=(_LENGTH, "bytes/s"),
-        settings={"parameters": "1.1 million", "batch per rank": f"4 × {_LENGTH} bytes", "optimizer": "AdamW"},
     ),
     RESNET: Workload(
         network=_resnet,
@@ -161,7 +150,6 @@ WORKLOADS = {
         data=_digits,
         prepare=_color,
         score=_right,
-        score_format="test accuracy {:.2%}",
         worst_score=0.5,
         is_loss=False,
         batch_size=16,
@@ -169,7 +157,5 @@ WORKLOADS = {
         samples=_TRAIN_IMAGES,
         test_samples=_TEST_IMAGES,
         learning_rate=lambda update, updates_per_epoch, size: 0.02,
-        items=(1, "images/s"),
-        settings={"parameters": "11.2 million", "batch per rank": f"16 × 3 × {_SIDE} × {_SIDE}", "optimizer": "SGD"},
     ),
 }

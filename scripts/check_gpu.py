@@ -1,9 +1,8 @@
 """Check training on a machine with GPUs: `make check-gpu`.
 
 Runs the tests for GPUs (tests/gpu). Then trains MNIST through Horovod over NCCL and through DDP (torch.distributed), on
-one GPU and on all of them, and times the all-reduce between several. Prints the GPUs, the versions, and tables in
-Markdown. Fails if a test or a run fails, if its accuracy is below 99 %, or if its gradients were not all-reduced over
-NCCL.
+one GPU and on all of them, and times the all-reduce between several. Prints the GPUs, and tables in Markdown. Fails if
+a test or a run fails, if its accuracy is below 99 %, or if its gradients were not all-reduced over NCCL.
 """
 
 from __future__ import annotations
@@ -11,21 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from scaling.report import markdown_table
 
 from trainer import TrainerError, report_failures
 from trainer.cluster.gpus import nccl_version
 from trainer.ops.processes import run
-from trainer.strategies import has_nccl
 from trainer.tuning.host import cpu_model, host_cores
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,12 +44,11 @@ def main() -> int:
         for launcher in options.launchers
         for precision in ("fp32", "bf16")
     ]
-    parts = [f"## {describe_devices(options.device)}", describe_versions(), _table(rows)]
+    print(f"\n## {describe_devices(options.device)}\n\n{_table(rows)}")
     if ranks[-1] > 1:
-        parts.append(
-            _table([row for launcher in options.launchers for row in _all_reduce(launcher, ranks[-1], options)])
+        print(
+            "\n" + _table([row for launcher in options.launchers for row in _all_reduce(launcher, ranks[-1], options)])
         )
-    print("\n" + "\n\n".join(parts))
     return 0
 
 
@@ -80,39 +75,15 @@ def _device_count(device: str) -> int:
 
 
 def describe_devices(device: str) -> str:
-    """Return the GPUs' number and names, as in "2 × NVIDIA A100"; for "cpu" the processor's."""
+    """Return the GPUs' number and names, as in "2 × NVIDIA A100", or the processor's, and PyTorch's versions."""
     import torch
 
     if device == "cpu":
-        return f"{host_cores()} cores, {cpu_model()}"
+        return f"{host_cores()} cores, {cpu_model()}, PyTorch {torch.__version__}"
     names = Counter(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
-    return ", ".join(f"{count} × {name}" for name, count in names.items())
-
-
-def describe_versions() -> str:
-    """Return the versions that a figure depends on, in one line."""
-    import torch
-
-    nccl = nccl_version()
-    versions = {
-        "PyTorch": torch.__version__,
-        "CUDA": torch.version.cuda or "none",
-        "NCCL": ".".join(map(str, nccl)) if nccl else "none",
-        "Horovod": "with NCCL" if has_nccl() else "without NCCL",
-        "driver": _driver(),
-        "Python": platform.python_version(),
-        "Linux": platform.release(),
-    }
-    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-
-
-def _driver() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return lines[0] if lines else ""
+    gpus = ", ".join(f"{count} × {name}" for name, count in names.items())
+    nccl = ".".join(map(str, nccl_version() or ("none",)))
+    return f"{gpus}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}"
 
 
 def _run_tests(device: str) -> None:
@@ -161,18 +132,16 @@ def _all_reduce(launcher: str, ranks: int, options: argparse.Namespace) -> list[
         script = [str(ROOT / "scripts" / "comm_bench.py"), "--device", options.device, "--json", str(file)]
         _launch(launcher, ranks, [*script, "--only", transport, "--sizes", *SIZES], "all-reduce")
         rows = json.loads(file.read_text())["rows"]
-    return [_all_reduce_row(row) for row in rows]
-
-
-def _all_reduce_row(row: dict[str, Any]) -> dict[str, str]:
-    bandwidth = 2 * (row["ranks"] - 1) / row["ranks"] * row["size"] / row["in_place_s"]
-    return {
-        "all-reduce": row["transport"],
-        "ranks": str(row["ranks"]),
-        "bytes": f"{row['size']:,}",
-        "µs": f"{row['in_place_s'] * 1e6:,.0f}",
-        "bus bandwidth, GB/s": f"{bandwidth / 1e9:.1f}",
-    }
+    return [
+        {
+            "all-reduce": row["transport"],
+            "ranks": str(row["ranks"]),
+            "bytes": f"{row['size']:,}",
+            "µs": f"{row['seconds'] * 1e6:,.0f}",
+            "bus bandwidth, GB/s": f"{row['busbw'] / 1e9:.1f}",
+        }
+        for row in rows
+    ]
 
 
 def _launch(launcher: str, ranks: int, script: list[str], what: str) -> None:

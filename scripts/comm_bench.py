@@ -1,4 +1,4 @@
-"""Measure latency and bandwidth of an all-reduce, from 4 B to 256 MB, over every available transport.
+"""Measure latency and bandwidth of an all-reduce in place, from 4 B to 256 MB, over every available transport.
 
     horovodrun -np 2 python scripts/comm_bench.py
     horovodrun -np 4 -H a:2,b:2 python scripts/comm_bench.py --json comm.json --plot comm.svg
@@ -12,12 +12,9 @@ The columns follow NVIDIA's nccl-tests (doc/PERFORMANCE.md):
     busbw          bus bandwidth, algbw · 2·(N - 1)/N: comparable with the link's speed for any number of ranks N
     wrong          number of elements, over all ranks, that are not the expected sum
     sent per rank  bytes sent in one operation, counted by the transport; only this library's transports count them
-    over TCP       bytes sent in one operation, counted by the kernel; shared memory and GPU links are not TCP
 
 With --compute-ms each rank computes before each operation, and the time is that of both: where ranks share cores, what
 they wait for each other's time slices is in it.
-
-The JSON file is rewritten after every row, so an interruption loses one row at most.
 """
 
 from __future__ import annotations
@@ -27,14 +24,11 @@ import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from comm.computing import compute
-from comm.gpu_links import describe_links
-from comm.report import PICTURES, Row, describe, plot, table_head, table_line, write_json
-from comm.tcp_bytes import tcp_bytes_sent
+from comm.report import PICTURES, TABLE_HEAD, Row, describe, plot, table_line, write_json
 from comm.transports import TRANSPORTS, Transport
 from torch import Tensor
 
@@ -55,8 +49,8 @@ _MIN_OPERATIONS, _MAX_OPERATIONS = 3, 1000
 _LONG_OPERATION_S = 1.0
 """From this duration on, a repeat is a single operation, which is long enough for disturbances to average out."""
 _WARM_UP_OPERATIONS = 3
-_SETTLE_S = 0.02
-"""Time for the socket buffers to drain, before the sent bytes are read. Too short below about 100 Mbit/s."""
+_SIDE = 64
+"""Of the matrices that are multiplied: a product takes less than a hundredth of a step, and fits a core's cache."""
 
 
 def main() -> int:
@@ -76,7 +70,7 @@ def main() -> int:
     if shared := describe_sharing([gpu or None for gpu in rendezvous.all_gather(gpu_id(world.device) or "")]):
         facts["GPUs"] = shared
     if world.is_root:
-        print_line("\n".join([*(f"# {name}: {fact}" for name, fact in facts.items()), *_links(world), table_head()]))
+        print_line("\n".join([*(f"# {name}: {fact}" for name, fact in facts.items()), TABLE_HEAD]))
         if options.json:
             write_json(options.json, facts, rows)
     for name in options.only:
@@ -119,7 +113,7 @@ def _measure(
         if world.is_root:
             print_line(table_line(row))
         yield row
-        if row.out_of_place_s > options.max_seconds:
+        if row.seconds > options.max_seconds:
             break
     transport.close()
 
@@ -127,38 +121,31 @@ def _measure(
 def _measure_size(
     name: str, transport: Transport, size: int, world: World, rendezvous: Rendezvous, options: argparse.Namespace
 ) -> Row:
-    count = size // 4
-    source = torch.zeros(count, device=transport.device)
-    result = torch.zeros(count, device=transport.device)
-    wrong = _count_wrong(transport, source, result, world)
-    operations: tuple[Callable[[], None], ...] = (
-        lambda: transport.out_of_place(source, result),
-        lambda: transport.in_place(source),
-    )
-    source.zero_()  # repeated sums of zeros stay zero
-    sent, over_tcp = _count_sent(transport, source)
-    times: list[list[float]] = [[], []]
-    for operation in operations:
-        _time(operation, transport, _WARM_UP_OPERATIONS if size < 2**24 else 1)
+    tensor = torch.zeros(size // 4, device=transport.device)
+    wrong = _count_wrong(transport, tensor, world)
+    tensor.zero_()  # repeated sums of zeros stay zero
+    before = transport.bytes_sent
+    _time(transport, tensor, 1)
+    sent = "" if before is None or transport.bytes_sent is None else str(transport.bytes_sent - before)
+    _time(transport, tensor, _WARM_UP_OPERATIONS if size < 2**24 else 1)
     compute_s = options.compute_ms / 1e3
-    trial_s = max(_time(operation, transport, 1, compute_s) for operation in operations)
+    trial_s = _time(transport, tensor, 1, compute_s)
     number = _operations_per_repeat(max(float(seconds) for seconds in rendezvous.all_gather(str(trial_s))))
+    times = []
     for _ in range(options.repeats):
-        for kind, operation in enumerate(operations):
-            rendezvous.all_gather("ready")
-            seconds_here = _time(operation, transport, number, compute_s)
-            times[kind].append(statistics.mean(float(seconds) for seconds in rendezvous.all_gather(str(seconds_here))))
+        rendezvous.all_gather("ready")
+        seconds_here = _time(transport, tensor, number, compute_s)
+        times.append(statistics.mean(float(seconds) for seconds in rendezvous.all_gather(str(seconds_here))))
+    counts = rendezvous.all_gather(sent)
     return Row(
         transport=transport.name,  # type: ignore[attr-defined]  # every subclass sets it
         key=name,
         size=size,
         ranks=world.size,
         operations=number,
-        out_of_place_s=statistics.median(times[0]),
-        in_place_s=statistics.median(times[1]),
+        seconds=statistics.median(times),
         wrong=sum(int(count) for count in rendezvous.all_gather(str(wrong))),
-        bytes_sent=_mean(sent, rendezvous),
-        tcp_bytes=_mean(over_tcp, rendezvous),
+        bytes_sent=statistics.mean(map(int, counts)) if all(counts) else None,
     )
 
 
@@ -167,52 +154,34 @@ def _operations_per_repeat(operation_s: float) -> int:
     return max(least, min(_MAX_OPERATIONS, int(_REPEAT_S / max(operation_s, 1e-7))))
 
 
-def _count_sent(transport: Transport, source: Tensor) -> tuple[int | None, int | None]:
-    """Return the bytes that this rank sends in one operation, as the transport counts them and as the kernel does."""
-    transport.wait()
-    time.sleep(_SETTLE_S)
-    before = (transport.bytes_sent, tcp_bytes_sent())
-    transport.in_place(source)
-    transport.wait()
-    time.sleep(_SETTLE_S)
-    after = (transport.bytes_sent, tcp_bytes_sent())
-    counted, kernel = (None if a is None or b is None else b - a for a, b in zip(before, after, strict=True))
-    return counted, kernel
-
-
-def _mean(count: int | None, rendezvous: Rendezvous) -> float | None:
-    """Return the mean over all ranks; None where a rank has no count."""
-    counts = rendezvous.all_gather("" if count is None else str(count))
-    return statistics.mean(int(count) for count in counts) if all(counts) else None
-
-
-def _time(operation: Callable[[], None], transport: Transport, number: int, compute_s: float = 0.0) -> float:
+def _time(transport: Transport, tensor: Tensor, number: int, compute_s: float = 0.0) -> float:
     """Return the mean seconds of computing so long and of one operation, over `number` back to back."""
     transport.wait()
     started = time.perf_counter()
     for _ in range(number):
-        if compute_s:
-            compute(compute_s)
-        operation()
+        _compute(compute_s)
+        transport.all_reduce(tensor)
     transport.wait()
     return (time.perf_counter() - started) / number
 
 
-def _count_wrong(transport: Transport, source: Tensor, result: Tensor, world: World) -> int:
-    """Return the number of wrong elements after one operation of each kind. Values are integers, so sums are exact."""
-    pattern = torch.arange(source.numel(), device=source.device) % 251
+def _compute(seconds: float) -> None:
+    """Multiply matrices until this thread has had a core for so many seconds: other ranks may wait for that core."""
+    if seconds:
+        matrix, result = torch.ones(_SIDE, _SIDE), torch.empty(_SIDE, _SIDE)
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            torch.mm(matrix, matrix, out=result)
+
+
+def _count_wrong(transport: Transport, tensor: Tensor, world: World) -> int:
+    """Return the number of wrong elements after one operation. Values are integers, so sums are exact."""
+    pattern = torch.arange(tensor.numel(), device=tensor.device) % 251
     expected = (pattern * world.size + world.size * (world.size - 1) // 2).float()
-    source.copy_(pattern + world.rank)
-    transport.out_of_place(source, result)
+    tensor.copy_(pattern + world.rank)
+    transport.all_reduce(tensor)
     transport.wait()
-    wrong = int((result != expected).sum())
-    transport.in_place(source)
-    transport.wait()
-    return wrong + int((source != expected).sum())
-
-
-def _links(world: World) -> list[str]:
-    return [f"# {line}" for line in describe_links()] if world.device.type == "cuda" else []
+    return int((tensor != expected).sum())
 
 
 def _parse_size(text: str) -> int:
@@ -230,31 +199,22 @@ def _parse_options() -> argparse.Namespace:
     )
     _add_options(parser)
     options = parser.parse_args()
-    for name, least in (("factor", 2), ("repeats", 1)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name} is {getattr(options, name)}; it must be at least {least}")
-    if options.compute_ms < 0:
-        parser.error(f"--compute-ms is {options.compute_ms:g}; it must be at least 0")
-    if options.max_size < options.min_size:
-        parser.error(f"--max-size is {options.max_size} bytes, less than --min-size, {options.min_size}")
+    if options.repeats < 1 or options.compute_ms < 0:
+        parser.error("--repeats must be at least 1, and --compute-ms not negative")
     if options.plot and options.plot.suffix not in PICTURES:
         parser.error(f"--plot is {options.plot}; valid endings are {', '.join(PICTURES)}")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib; install it with `pip install matplotlib`")
-    if not options.sizes:
-        options.sizes = [options.min_size]
-        while options.sizes[-1] * options.factor <= options.max_size:
-            options.sizes.append(options.sizes[-1] * options.factor)
     return options
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add, names = parser.add_argument, tuple(TRANSPORTS)
     add("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"transports, of {', '.join(names)}")
-    add("--min-size", type=_parse_size, default="4", metavar="SIZE", help="smallest payload (default: 4)")
-    add("--max-size", type=_parse_size, default="256M", metavar="SIZE", help="largest payload (default: 256M)")
-    add("--factor", type=int, default=4, metavar="F", help="ratio of one size to the last (default: %(default)s)")
-    add("--sizes", type=_parse_size, nargs="+", metavar="SIZE", help="exactly these sizes")
+    add(
+        "--sizes", type=_parse_size, nargs="+", default=[4**power for power in range(1, 15)], metavar="SIZE",
+        help="payloads (default: 4 16 64 … 256M)",
+    )  # fmt: skip
     add("--repeats", type=int, default=3, metavar="N", help="timed repeats for each size (default: %(default)s)")
     add(
         "--max-seconds",

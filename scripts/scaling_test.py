@@ -28,7 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from scaling.baselines import place, ranks_at_once
+from scaling.baselines import ranks_at_once
 from scaling.jobs import JobError, Plan, time_beside_compute, time_network, time_steps
 from scaling.low_rank import measure_low_rank
 from scaling.models import Shape
@@ -36,7 +36,6 @@ from scaling.options import parse_args
 from scaling.report import draw, render_text, write_json, write_page
 from scaling.results import Results
 from scaling.runs import Run
-from tqdm import tqdm
 
 from trainer.errors import TrainerError
 from trainer.files import check_writable
@@ -55,15 +54,13 @@ def main() -> int:
     results = Results(plan=options.plan, batch=options.batch_size, command=sys.argv)
     planned = list(_planned_runs(options))
     code = 0
-    bar = tqdm(total=len(planned) + 1, desc="scaling", unit="job", disable=not sys.stderr.isatty(), file=sys.stderr)
     try:
-        _measure(results, planned, options, bar)
+        _measure(results, planned, options)
     except KeyboardInterrupt:
         results.interrupted, code = True, 130
         for number in INTERRUPTS:  # a second Ctrl-C must not prevent the results from being written
             signal.signal(number, signal.SIG_IGN)
-        _print_line(bar, f"interrupted after {len(results.runs)} of {len(planned)} runs; their results follow")
-    bar.close()
+        _print_line(f"interrupted after {len(results.runs)} of {len(planned)} runs; their results follow")
     if any(run.timing for run in results.runs):
         _write_results(results, options.output)
     return code or int(bool(results.problems()))
@@ -77,64 +74,63 @@ def _make_folder(folder: Path) -> None:
         raise TrainerError(f"--output {folder} cannot be written: {error.strerror or error}") from None
 
 
-def _measure(results: Results, planned: Sequence[Run], options: argparse.Namespace, bar: Any) -> None:
+def _measure(results: Results, planned: Sequence[Run], options: argparse.Namespace) -> None:
     """Measure a single rank, the network, then all planned runs and, with --try-advice, the advice."""
     file = options.output / "scaling.json"
     share = max(1, host_cores() // max(shape.per_host for shape in options.shapes))
-    first = _measure_single_rank(results, 1, options.batch_size, share, bar)
+    first = _measure_single_rank(results, 1, options.batch_size, share)
     if first.timing is None:
         raise TrainerError(f"one rank by itself cannot be measured: {first.problem}")
     write_json(file, results)
     if any(shape != _SINGLE for shape in options.shapes):
-        _measure_network(results, first.timing, options.strategies, bar)
+        _measure_network(results, first.timing, options.strategies)
         results.low_rank = measure_low_rank(*(first.timing[name] for name in ("gradient_shapes", "threads", "device")))
-    bar.update()
-    for run in planned:
-        _measure_single_rank(results, run.round, options.batch_size, share, bar)
+    for number, run in enumerate(planned, 1):
+        _measure_single_rank(results, run.round, options.batch_size, share)
         done = _run_once(run, results.plan)
         results.runs.append(done)
-        _report_run(bar, done)
+        _report_run(done, f"[{number}/{len(planned)}] ")
         if done.timing is not None and done.shape != _SINGLE:
             # The efficiency compares with a single rank that has the same number of threads.
             for batch in dict.fromkeys((done.batch, options.batch_size)):
-                _measure_single_rank(results, done.round, batch, done.timing["threads"], bar)
-                _measure_side_by_side(results, replace(done, batch=batch), done.timing, bar)
-            _measure_beside_compute(results, done, bar)
+                _measure_single_rank(results, done.round, batch, done.timing["threads"])
+                _measure_side_by_side(results, replace(done, batch=batch), done.timing)
+            _measure_beside_compute(results, done)
         write_json(file, results)
     for run, trial in results.trials() if options.try_advice else ():
         tried = _run_once(run, results.plan)
         results.tried.append((tried, trial))
-        _report_run(bar, tried)
+        _report_run(tried)
         write_json(file, results)
 
 
-def _measure_network(results: Results, timing: dict[str, Any], strategies: Sequence[str], bar: Any) -> None:
+def _measure_network(results: Results, timing: dict[str, Any], strategies: Sequence[str]) -> None:
     try:
         results.networks = time_network(results.plan, strategies, timing["gradient_bytes"], timing["device"])
     except JobError as error:
         results.no_network = str(error)
-        _print_line(bar, f"the network cannot be measured: {error}")
+        _print_line(f"the network cannot be measured: {error}")
 
 
-def _measure_side_by_side(results: Results, run: Run, timing: dict[str, Any], bar: Any) -> None:
-    """Measure ranks that compute at once and exchange nothing, as many as a machine of a run does; once in each round.
+def _measure_side_by_side(results: Results, run: Run, timing: dict[str, Any]) -> None:
+    """Measure ranks that compute at once and exchange nothing, as many as a host of a run has; once in each round.
 
     Args:
         timing: of the run.
     """
     threads, count = timing["threads"], ranks_at_once(timing)
-    shape = place(results.plan.hosts, count, timing["machines"])
-    if count == 1 or shape is None:
+    if count == 1 or count > results.plan.hosts[0].slots:
         return
+    shape = Shape(hosts=1, per_host=count)
     done = results.baselines.side_by_side.setdefault((run.batch, threads, count), [])
     if any(earlier.round == run.round for earlier in done):
         return
     measured = Run(shape=shape, strategy=run.strategy, scaling="side by side", round=run.round, batch=run.batch)
     done.append(_run_once(measured, results.plan, threads, exchanges=False))
-    _report_run(bar, done[-1], is_planned=False)
+    _report_run(done[-1])
 
 
-def _measure_beside_compute(results: Results, run: Run, bar: Any) -> None:
+def _measure_beside_compute(results: Results, run: Run) -> None:
     """Measure an exchange beside as much computing as a step of the run has."""
     compute_s = results.computed_between(run)
     if compute_s is None:
@@ -143,18 +139,18 @@ def _measure_beside_compute(results: Results, run: Run, bar: Any) -> None:
     try:
         seconds = time_beside_compute(results.plan, run.shape, run.strategy, size, compute_s)
     except JobError as error:
-        _print_line(bar, f"{run}: its exchange beside computing cannot be measured: {error}")
+        _print_line(f"{run}: its exchange beside computing cannot be measured: {error}")
     else:
         results.beside_compute.setdefault((run.shape, run.strategy, run.batch), []).append(seconds)
 
 
-def _measure_single_rank(results: Results, number: int, batch: int, threads: int, bar: Any) -> Run:
+def _measure_single_rank(results: Results, number: int, batch: int, threads: int) -> Run:
     """Run a single rank with so many threads, once in each round, and return the run of the latest round."""
     done = results.baselines.alone.setdefault((batch, threads), [])
     if not any(run.round == number for run in done):
         run = Run(shape=_SINGLE, strategy="single", scaling="alone", round=number, batch=batch)
         done.append(_run_once(run, results.plan, threads))
-        _report_run(bar, done[-1], is_planned=False)
+        _report_run(done[-1])
     return done[-1]
 
 
@@ -191,14 +187,13 @@ def _write_results(results: Results, folder: Path) -> None:
     print(f"\n{folder}: scaling.json, scaling.svg, scaling.html")
 
 
-def _report_run(bar: Any, run: Run, *, is_planned: bool = True) -> None:
-    bar.update(is_planned)
+def _report_run(run: Run, number: str = "") -> None:
     outcome = run.problem or f"{run.samples_per_s:,.0f} samples/s, {run.timing['steps']} steps"  # type: ignore[index]
-    _print_line(bar, f"{run}: {outcome}")
+    _print_line(f"{number}{run}: {outcome}")
 
 
-def _print_line(bar: Any, text: str) -> None:
-    bar.write(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr)
+def _print_line(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -30,24 +30,28 @@ class Row:
     ranks: int
     operations: int
     """Number of operations in each timed repeat."""
-    out_of_place_s: float
-    """Seconds of one operation, median over the repeats."""
-    in_place_s: float
+    seconds: float
+    """Of one operation, median over the repeats."""
     wrong: int
     """Number of elements that were not the expected sum."""
     bytes_sent: float | None
     """Bytes sent per rank and operation, as the transport counts them; None where it does not."""
-    tcp_bytes: float | None
-    """Bytes sent over TCP per rank and operation, as the kernel counts them; None where it does not. Includes the
-    transport's headers, and excludes memory shared between ranks of one host."""
 
-    def algorithm_bandwidth(self, seconds: float) -> float:
+    @property
+    def algorithm_bandwidth(self) -> float:
         """Return the payload's bytes per second."""
-        return self.size / seconds
+        return self.size / self.seconds
 
-    def bus_bandwidth(self, seconds: float) -> float:
+    @property
+    def bus_bandwidth(self) -> float:
         """Return the bytes per second that each link carries under an optimal algorithm, as nccl-tests defines it."""
-        return self.algorithm_bandwidth(seconds) * 2 * (self.ranks - 1) / self.ranks
+        return self.algorithm_bandwidth * 2 * (self.ranks - 1) / self.ranks
+
+
+TABLE_HEAD = (
+    f"{'transport':26} {'bytes':>10} {'time µs':>12} {'algbw GB/s':>11} {'busbw GB/s':>11} {'wrong':>6} "
+    f"{'sent per rank':>14}"
+)
 
 
 def describe(world: World, hosts: Sequence[str]) -> dict[str, str]:
@@ -64,40 +68,18 @@ def describe(world: World, hosts: Sequence[str]) -> dict[str, str]:
     }
 
 
-def table_head() -> str:
-    """Return the two header lines of the table."""
-    return (
-        f"{'':26} {'size':>10}  {'out of place':^30}  {'in place':^30} {'wrong':>6} {'sent per rank':>14} "
-        f"{'over TCP':>12}\n"
-        f"{'transport':26} {'B':>10}  {'time µs':>12} {'algbw':>8} {'busbw':>8}  {'time µs':>12} {'algbw':>8} "
-        f"{'busbw GB/s':>10} {'':>4} {'B':>14} {'B':>12}"
-    )
-
-
 def table_line(row: Row) -> str:
     """Return a row of the table."""
-
-    def figures(seconds: float) -> str:
-        bandwidths = (row.algorithm_bandwidth(seconds), row.bus_bandwidth(seconds))
-        return f"{seconds * 1e6:12.1f} {bandwidths[0] / 1e9:8.3f} {bandwidths[1] / 1e9:8.3f}"
-
-    sent, over_tcp = ("not counted" if count is None else f"{count:.0f}" for count in (row.bytes_sent, row.tcp_bytes))
+    sent = "not counted" if row.bytes_sent is None else f"{row.bytes_sent:.0f}"
     return (
-        f"{row.transport:26} {row.size:>10}  {figures(row.out_of_place_s)}  {figures(row.in_place_s)} "
-        f"{row.wrong:>6} {sent:>14} {over_tcp:>12}"
+        f"{row.transport:26} {row.size:>10} {row.seconds * 1e6:12.1f} {row.algorithm_bandwidth / 1e9:11.3f} "
+        f"{row.bus_bandwidth / 1e9:11.3f} {row.wrong:>6} {sent:>14}"
     )
 
 
 def write_json(path: Path, facts: Mapping[str, str], rows: Sequence[Row]) -> None:
     """Write all results as JSON."""
-    entries = [
-        {
-            **asdict(row),
-            "algbw": row.algorithm_bandwidth(row.out_of_place_s),
-            "busbw": row.bus_bandwidth(row.out_of_place_s),
-        }
-        for row in rows
-    ]
+    entries = [{**asdict(row), "algbw": row.algorithm_bandwidth, "busbw": row.bus_bandwidth} for row in rows]
     write_atomically(
         path, json.dumps({"where": dict(facts), "unit": "bytes, seconds, bytes/s", "rows": entries}, indent=1)
     )
@@ -114,8 +96,8 @@ def plot(path: Path, facts: Mapping[str, str], rows: Sequence[Row]) -> None:
     for transport in dict.fromkeys(row.transport for row in rows):
         of_transport = [row for row in rows if row.transport == transport]
         sizes = [row.size for row in of_transport]
-        left.plot(sizes, [row.in_place_s * 1e6 for row in of_transport], marker="o", markersize=3, label=transport)
-        right.plot(sizes, [row.bus_bandwidth(row.in_place_s) / 1e9 for row in of_transport], marker="o", markersize=3)
+        left.plot(sizes, [row.seconds * 1e6 for row in of_transport], marker="o", markersize=3, label=transport)
+        right.plot(sizes, [row.bus_bandwidth / 1e9 for row in of_transport], marker="o", markersize=3)
     left.set(title="Time of one all-reduce (lower is better)", ylabel="µs")
     right.set(title="Bus bandwidth (higher is better)", ylabel="GB/s")
     ticks = [4**power for power in range(1, 15, 2)]

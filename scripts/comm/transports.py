@@ -19,7 +19,6 @@ from trainer.cluster.rendezvous import Rendezvous, init_process_group
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
 from trainer.strategies import make_strategy
-from trainer.strategies.base import Strategy
 from trainer.tuning import tune
 
 
@@ -35,12 +34,8 @@ class Transport(ABC):
     """Sent by this rank so far; None where the transport does not count."""
 
     @abstractmethod
-    def in_place(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Sum `tensor` over all ranks in place. On a GPU this only enqueues the all-reduce."""
-
-    @abstractmethod
-    def out_of_place(self, tensor: Tensor, result: Tensor) -> None:
-        """Write the sum of all ranks' `tensor` into `result`."""
 
     def wait(self) -> None:
         """Wait until all operations are done."""
@@ -73,11 +68,8 @@ class Horovod(Transport):
         over = "NCCL" if self.device.type == "cuda" else "MPI" if hvd.mpi_enabled() else "Gloo"
         self.name = f"Horovod over {over}"
 
-    def in_place(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         self._hvd.allreduce_(tensor, op=self._hvd.Sum, name="bench")
-
-    def out_of_place(self, tensor: Tensor, result: Tensor) -> None:
-        result.copy_(self._hvd.allreduce(tensor, op=self._hvd.Sum, name="bench"))
 
     def close(self) -> None:
         if self._is_ours:
@@ -94,15 +86,12 @@ class RawMPI(Transport):
         self._mpi = import_mpi(world, for_what="this transport")
         self._comm = self._mpi.COMM_WORLD
 
-    def in_place(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         self._comm.Allreduce(self._mpi.IN_PLACE, tensor.numpy())
-
-    def out_of_place(self, tensor: Tensor, result: Tensor) -> None:
-        self._comm.Allreduce(tensor.numpy(), result.numpy())
 
 
 class TorchDistributed(Transport):
-    """All-reduce of torch.distributed, which only works in place; out of place, the tensor is copied first."""
+    """All-reduce of torch.distributed."""
 
     backend: str
 
@@ -112,11 +101,8 @@ class TorchDistributed(Transport):
         self._dist = dist
         init_process_group(self.backend, world, rendezvous)
 
-    def in_place(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         self._dist.all_reduce(tensor)
-
-    def out_of_place(self, tensor: Tensor, result: Tensor) -> None:
-        self._dist.all_reduce(result.copy_(tensor))
 
     def close(self) -> None:
         self._dist.barrier()
@@ -146,16 +132,15 @@ class RawNCCL(TorchDistributed):
 
 
 class StrategyTransport(Transport):
-    """All-reduce of one of the library's strategies, in place; out of place, the tensor is copied first."""
+    """All-reduce of one of the strategies of examples/strategies."""
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy: Any = strategy
+    key: str
 
-    def in_place(self, tensor: Tensor) -> None:
+    def __init__(self, world: World, rendezvous: Rendezvous) -> None:
+        self._strategy: Any = make_strategy(STRATEGIES[self.key], world)
+
+    def all_reduce(self, tensor: Tensor) -> None:
         self._strategy.sum_gradients(tensor)
-
-    def out_of_place(self, tensor: Tensor, result: Tensor) -> None:
-        self._strategy.sum_gradients(result.copy_(tensor))
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
@@ -170,21 +155,15 @@ class StrategyTransport(Transport):
 
 
 class OurRing(StrategyTransport):
-    """Ring all-reduce of `trainer`."""
+    """Ring all-reduce."""
 
-    name = "ring (trainer)"
-
-    def __init__(self, world: World, rendezvous: Rendezvous) -> None:
-        super().__init__(make_strategy(STRATEGIES["ring"], world))
+    name, key = "ring (trainer)", "ring"
 
 
 class OurParameterServer(StrategyTransport):
-    """Parameter server of `trainer`."""
+    """Parameter server."""
 
-    name = "parameter server (trainer)"
-
-    def __init__(self, world: World, rendezvous: Rendezvous) -> None:
-        super().__init__(make_strategy(STRATEGIES["parameter_server"], world))
+    name, key = "parameter server (trainer)", "parameter_server"
 
 
 # Horovod comes last: after its shutdown no other user of MPI may start.

@@ -24,11 +24,13 @@ from typing import Any
 from console import SetupError, say
 
 HERE = Path(__file__).resolve().parent
-# Dockerfile.gpu is made from both.
-FILES = (HERE.parents[1] / "Dockerfile", HERE / "gpu_dockerfile.py")
+FILE = HERE.parents[1] / "Dockerfile"
 PINNED = re.compile(
-    r"^ARG (?P<name>\w+)=(?P<tag>\S+:\S+)\nARG (?P=name)_DIGEST=(?P<digest>sha256:\w{64})$", re.MULTILINE
+    r"^(?P<mark>(?:# gpu\+ )?)ARG (?P<name>\w+)=(?P<tag>\S+:\S+)\n"
+    r"(?P=mark)ARG (?P=name)_DIGEST=(?P<digest>sha256:\w{64})$",
+    re.MULTILINE,
 )
+"""A base of Dockerfile, or of Dockerfile.gpu alone, which is made of it."""
 
 
 def main() -> int:
@@ -36,12 +38,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     ).parse_args()
     try:
-        texts = {file: moved(file.read_text()) for file in FILES}
+        FILE.write_text(moved(FILE.read_text()))
     except SetupError as error:
         say(str(error))
         return 1
-    for file, text in texts.items():
-        file.write_text(text)
     return subprocess.run([sys.executable, str(HERE / "gpu_dockerfile.py")], check=False).returncode
 
 

@@ -10,13 +10,10 @@ on stdout, is a `pip install`; the lines before it, on stderr, say what the othe
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import shutil
 import sys
 import tempfile
-import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 
 from build_horovod import cache_folder, choose_variant, default_cache
@@ -44,8 +41,8 @@ def main() -> int:
         say(str(error))
         return 1
     say(f"{folder}: {library.name}, {horovod.name}")
-    say(f"the other environment needs {needs(horovod)}; pip adds {', '.join(linked_packages())}")
-    print(install_command(library, horovod))
+    say(f"the other environment needs a glibc and a libstdc++ as new as here; pip adds {', '.join(linked_packages())}")
+    print(shlex.join(["pip", "install", f"{library}[horovod]", str(horovod)]))
     return 0
 
 
@@ -79,28 +76,6 @@ def build_library(folder: Path) -> Path:
         run("building the library's wheel", command, Path(name, "wheel.log"))
         wheel = next(built.glob("*.whl"))
         return Path(shutil.copy2(wheel, folder))
-
-
-def needs(horovod: Path) -> str:
-    """What the compiled library asks of another machine, for the user's eyes."""
-    python, _, platform = horovod.stem.split("-")[2:]
-    with zipfile.ZipFile(horovod) as archive:
-        name = next(name for name in archive.namelist() if re.search(r"/mpi_lib_v2[^/]*\.so$", name))
-        library = archive.read(name)
-    glibc = newest(re.findall(rb"\0GLIBC_([\d.]+)(?=\0)", library))
-    cxx = newest(re.findall(rb"\0GLIBCXX_([\d.]+)(?=\0)", library))
-    version = re.sub(r"cp(\d)(\d+)", r"\1.\2", python)
-    return f"CPython {version}, {platform} with glibc {glibc} and a libstdc++ with GLIBCXX_{cxx}, or newer ones"
-
-
-def newest(versions: Iterable[bytes]) -> str:
-    """The highest of versions such as 2.9 and 2.34."""
-    return max((version.decode() for version in versions), key=lambda text: [int(part) for part in text.split(".")])
-
-
-def install_command(library: Path, horovod: Path) -> str:
-    """The command that installs both wheels, with what both need."""
-    return shlex.join(["pip", "install", f"{library}[horovod]", str(horovod)])
 
 
 if __name__ == "__main__":

@@ -68,11 +68,6 @@ class Measured:
         """Return how many workers make a batch in what a step takes without the waiting for it."""
         return math.ceil(self.load_s / max(self.step - self.input, 1e-9))
 
-    @property
-    def busy_s(self) -> float:
-        """Return for how long a step keeps all cores busy: with the loading, and on CPUs with the computing."""
-        return (self.ranks * self.load_s + self.threads * self.compute * self.on_cpu) / self.cores
-
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
@@ -175,19 +170,8 @@ def _describe_loading(run: Measured) -> str:
     share = f"{run.input / run.step:.0%}"
     if run.workers is None:
         return f"Input takes {share} of a step, though the data is in memory: look at what its transform does"
-    rest, count = run.step - run.input, run.wanted_workers
-    text = (
-        f"Ranks wait for their loaders {share} of a step: one worker takes {_milliseconds(run.load_s)} for a batch, "
-        f"and the rest of a step {_milliseconds(rest)}, so a rank wants {_workers(count)} (it has {run.workers})"
-    )
-    if run.busy_s > rest:
-        busy = f"that keeps {run.cores} cores busy for {_milliseconds(run.busy_s)}"
-        text += f"; {busy}, so take more cores for each rank, or smaller files"
-    return text
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:,.3g} ms"
+    wants = f"a rank wants {_workers(run.wanted_workers)} (it has {run.workers}) and cores for them, or smaller files"
+    return f"Ranks wait for their loaders {share} of a step: {wants}"
 
 
 def _workers(count: int) -> str:
@@ -198,8 +182,10 @@ def _load(run: Measured) -> list[Advice]:
     if run.workers is None or not run.waits_for_loader:
         return []
     count = min(run.wanted_workers, max(1, run.cores // run.ranks))  # more would wait for one another's cores
-    step = max(run.step - run.input, run.load_s / count, run.busy_s)
-    return [Advice(what=f"load with {_workers(count)}", gain=run.step / step, options=("--workers", str(count)))]
+    # For so long a step keeps all cores busy: with the loading, and on CPUs with the computing.
+    busy_s = (run.ranks * run.load_s + run.threads * run.compute * run.on_cpu) / run.cores
+    gain = run.step / max(run.step - run.input, run.load_s / count, busy_s)
+    return [Advice(what=f"load with {_workers(count)}", gain=gain, options=("--workers", str(count)))]
 
 
 def _accumulate(run: Measured, known: Known) -> list[Advice]:

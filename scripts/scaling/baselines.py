@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from scaling.jobs import Host
-from scaling.models import Rank, Shape
+from scaling.models import Rank
 from scaling.runs import PHASES, Run
 from trainer.strategies.buckets import divide
 
@@ -53,11 +52,6 @@ class Baselines:
         """Return all runs of ranks that exchange nothing."""
         return [run for runs in self.side_by_side.values() for run in runs]
 
-    def side_by_side_rates(self) -> dict[tuple[int, int, int], float]:
-        """Return the median samples/s of ranks that exchange nothing, by batch, threads and number of ranks."""
-        rates = {key: [run.samples_per_s for run in runs if run.timing] for key, runs in self.side_by_side.items()}
-        return {key: statistics.median(values) for key, values in rates.items() if values}
-
 
 def ranks_at_once(timing: dict[str, Any]) -> int:
     """Return how many ranks of a run compute at once on a machine's cores, with a core or more each.
@@ -68,21 +62,6 @@ def ranks_at_once(timing: dict[str, Any]) -> int:
         return 1
     of_machine, with_cores = timing["world_size"] // timing["machines"], timing["cores"] // timing["threads"]
     return int(max(1, min(of_machine, with_cores)))
-
-
-def place(hosts: Sequence[Host], ranks: int, machines: int) -> Shape | None:
-    """Return a shape of so many ranks on one machine; None where the hosts have none.
-
-    Args:
-        machines: that the hosts are on, as several containers may be on one.
-    """
-    if hosts[0].slots >= ranks:
-        return Shape(hosts=1, per_host=ranks)
-    if machines > 1:  # which host is on which is not known
-        return None
-    slots = min(host.slots for host in hosts)
-    sizes = [size for size in range(slots, 0, -1) if ranks % size == 0 and ranks // size <= len(hosts)]
-    return Shape(hosts=ranks // sizes[0], per_host=sizes[0]) if sizes else None
 
 
 def steps_per_update(timing: dict[str, Any]) -> float:

@@ -176,7 +176,7 @@ def time_beside_compute(plan: Plan, shape: Shape, strategy: str, size: int, comp
     rows = _all_reduce(plan, plan.placement(shape), [TRANSPORT_OF[strategy]], options)
     if not rows:
         raise JobError(f"{strategy} has no transport on {shape}; scripts/comm_bench.py prints the reason")
-    return float(rows[0]["in_place_s"])
+    return float(rows[0]["seconds"])
 
 
 def _time_links(plan: Plan, placement: str, strategies: Sequence[str], size: int, device: str) -> dict[str, Link]:
@@ -190,7 +190,7 @@ def _time_links(plan: Plan, placement: str, strategies: Sequence[str], size: int
     )
     links = {}
     for name, key in keys.items():
-        points = tuple((row["size"], row["in_place_s"]) for row in rows if row["key"] == key)
+        points = tuple((row["size"], row["seconds"]) for row in rows if row["key"] == key)
         if not points:
             raise JobError(f"{name} has no transport on {placement}; scripts/comm_bench.py prints the reason")
         links[name] = Link(points)

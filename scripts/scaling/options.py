@@ -22,41 +22,29 @@ def parse_args(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    _add_subject(parser)
-    _add_procedure(parser)
-    default = "examples/mnist.py --epochs 1 --output none"
-    parser.add_argument(
-        "script", nargs=argparse.REMAINDER, help=f"training script and its arguments (default: {default})"
-    )
+    _add_options(parser)
     options = parser.parse_args()
     _check(options)
     return options
 
 
-def _add_subject(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what to measure")
-    add, slots = group.add_argument, f"localhost:{max(2, host_cores())}"
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add, slots = parser.add_argument, f"localhost:{max(2, host_cores())}"
     add("--hosts", default=slots, metavar="LIST", help="hosts and slots, this host first (default: %(default)s)")
     add("--shapes", metavar="LIST", help="hosts x ranks on each (default: one and all hosts, with one and all slots)")
     add("--strategies", default="horovod", metavar="LIST", help=f"of {','.join(TRANSPORT_OF)} (default: %(default)s)")
     add("--scaling", default=",".join(SCALINGS), metavar="LIST", help="weak, strong or both (default: %(default)s)")
     add("--batch-size", type=int, default=100, metavar="N", help="samples per step on 1x1 (default: %(default)s)")
-    add(
-        "--batch-flag",
-        default="--batch-size",
-        metavar="FLAG",
-        help="the script's option for samples per rank and step; '' for none (default: %(default)s)",
-    )
+    what = "the script's option for samples per rank and step; '' for none (default: %(default)s)"
+    add("--batch-flag", default="--batch-size", metavar="FLAG", help=what)
     add("--global-batch", action="store_true", help="--batch-flag is for the samples of all ranks per step")
-
-
-def _add_procedure(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("how to measure").add_argument
     add("--steps", default="100", metavar="N|all", help="steps of each run, after 5 to warm up (default: %(default)s)")
     add("--repeats", type=int, default=3, metavar="N", help="runs of each shape (default: %(default)s)")
     add("--timeout", type=float, default=900.0, metavar="S", help="of each run, in seconds (default: %(default)s)")
     add("--try-advice", action="store_true", help="run the advice, with the options of the examples, and compare")
     add("--output", type=Path, default=Path("runs/scaling"), metavar="DIR", help="for results (default: %(default)s)")
+    what = "training script and its arguments (default: examples/mnist.py --epochs 1 --output none)"
+    add("script", nargs=argparse.REMAINDER, help=what)
 
 
 def _check(options: argparse.Namespace) -> None:

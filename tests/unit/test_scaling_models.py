@@ -7,20 +7,7 @@ from dataclasses import replace
 
 import pytest
 from scaling.baselines import messages_of
-from scaling.models import (
-    MODELS,
-    Link,
-    Network,
-    Rank,
-    Shape,
-    hides_exchange,
-    hierarchical,
-    link_from_ring,
-    model_of,
-    parameter_server,
-    predict,
-    ring,
-)
+from scaling.models import MODELS, Link, Network, Rank, Shape, hierarchical, model_of, parameter_server, predict, ring
 
 
 def linear_link(latency_s: float, s_per_byte: float) -> Link:
@@ -62,26 +49,6 @@ def test_models_count_the_bytes_on_the_slow_link() -> None:
     assert ring(1, Shape(hosts=32, per_host=2), network) == pytest.approx(2 * 63 / 64)
 
 
-def test_latency_limits_a_ring_of_many_ranks() -> None:
-    network = Network(local=FAST, remote=linear_link(1e-3, 0))
-    assert ring(4, Shape(hosts=64, per_host=1), network) == pytest.approx(63e-3)
-    assert MODELS["tree"](4, Shape(hosts=64, per_host=1), network) == pytest.approx(6e-3)
-
-
-def test_a_link_is_derived_from_a_ring_of_three_ranks() -> None:
-    shape, network = Shape(hosts=3, per_host=1), Network(remote=SLOW)
-    three = Link(tuple((size, ring(size, shape, network)) for size in (4, 10**6, 10**8)))
-    for size in (3, 10**5, 10**7):
-        assert link_from_ring(three, 3).seconds(size) == pytest.approx(SLOW.seconds(size), rel=1e-3)
-
-
-def test_a_message_takes_the_time_of_its_own_size() -> None:
-    # Messages up to 100 kB are sent at once, and larger ones after a handshake; a fitted line has no such step.
-    remote = Link(((4, 1e-3), (200_000, 1e-3), (200_001, 3e-3), (800_000, 3e-3)))
-    assert ring(400_000, FOUR, Network(remote=remote)) == pytest.approx(3 * 1e-3)
-    assert ring(800_000, FOUR, Network(remote=remote)) == pytest.approx(3 * 3e-3)
-
-
 def test_rings_of_more_than_two_ranks_use_the_one_way_link() -> None:
     network = Network(local=FAST, remote=SLOW, one_way=linear_link(1e-3, 4e-8))
     assert ring(SIZE, FOUR, network) == pytest.approx(3 * network.one_way.seconds(SIZE / 2))  # type: ignore[union-attr]
@@ -110,16 +77,8 @@ def test_a_step_is_compute_and_the_exposed_exchange() -> None:
         2 * predict(rank, FOUR, core_bound, "ring").exchange
     )
     assert predict(rank, Shape(hosts=1, per_host=1), network, "ring").exposed == 0
-
-
-def test_a_core_bound_exchange_overlaps_where_a_core_is_free() -> None:
-    rank = Rank(input=0, compute=0.1, window=0.05, gradient_bytes=SIZE, messages=6)
-    link, pair = linear_link(0, 1e-9), Shape(hosts=1, per_host=2)
-    no_free_core = predict(rank, pair, Network(local=link), "ring", threads_per_core=1.0)
-    free_core = predict(rank, pair, Network(local=link), "ring", threads_per_core=0.5)
-    assert no_free_core.exposed == pytest.approx(link.seconds(SIZE))
-    assert free_core.exposed == pytest.approx(link.seconds(SIZE) / 6)  # the last of six messages
-    assert free_core.compute == pytest.approx(0.1)
+    assert predict(replace(rank, messages=1), FOUR, network, "ring").exposed == predicted.exchange  # sent at the end
+    assert predict(replace(rank, accumulate=4), FOUR, network, "ring").exchange == predicted.exchange / 4
 
 
 def test_ranks_wait_for_the_slowest_of_them() -> None:
@@ -130,9 +89,6 @@ def test_ranks_wait_for_the_slowest_of_them() -> None:
     )
     network = Network(local=linear_link(0, 0), remote=linear_link(0, 0))
     assert predict(rank, FOUR, network, "ring").step == pytest.approx(0.8, abs=1e-3)
-    oversubscribed = predict(rank, FOUR, network, "ring", threads_per_core=2)
-    assert oversubscribed.waiting == pytest.approx(math.sqrt(2) / 6, abs=1e-3)
-    assert predict(rank, Shape(hosts=1, per_host=1), network, "ring").waiting == pytest.approx(0)
 
 
 def test_on_shared_cores_waiting_is_what_was_measured_beside_computing() -> None:
@@ -143,36 +99,16 @@ def test_on_shared_cores_waiting_is_what_was_measured_beside_computing() -> None
     assert (measured.compute, measured.exposed) == (parts.compute, parts.exposed)
     assert (parts.compute, parts.exposed) == pytest.approx((1.0, 0.06))
     assert (measured.waiting, measured.step) == pytest.approx((0.44, 1.5))
-    # Where both together take less than they were expected to take each by itself, the measured time counts.
-    assert predict(rank, FOUR, network, "ring", threads_per_core=2, together=1.02).step == pytest.approx(1.02)
-
-
-def test_a_single_message_does_not_overlap() -> None:
-    network = Network(local=FAST, remote=SLOW)  # the link limits the exchange, and leaves the cores to compute
-    rank = Rank(input=0, compute=1.0, window=0.9, gradient_bytes=SIZE)
-    assert hides_exchange(network, replace(rank, messages=2), 2)
-    assert not hides_exchange(network, rank, 2)
-    assert not hides_exchange(network, rank, 0.5)
-    predicted = predict(rank, PAIR, network, "ring")
-    assert predicted.exposed == predicted.exchange == pytest.approx(SLOW.seconds(SIZE))
 
 
 @pytest.mark.parametrize(
     ("shapes", "element_size", "messages"),
     [
-        ([[1000]], 4, 1),
         ([[262_144], [786_432], [10]], 4, 1),  # 4 MiB are full with the first, which comes last
         ([[10], [786_432], [262_144]], 4, 2),
         ([[10], [786_432], [262_144]], 2, 1),
-        ([], 4, 1),
     ],
 )
 def test_messages_are_the_buckets(shapes: list[list[int]], element_size: int, messages: int) -> None:
     size = element_size * sum(math.prod(shape) for shape in shapes)
     assert messages_of({"gradient_shapes": shapes, "gradient_bytes": size}) == messages
-
-
-def test_accumulated_steps_share_an_exchange() -> None:
-    rank = Rank(input=0, compute=0.1, window=0, gradient_bytes=4, accumulate=4)
-    network = Network(remote=linear_link(0.2, 0))
-    assert predict(rank, PAIR, network, "ring").step == pytest.approx(0.1 + 0.2 / 4)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import scaling_test
-from scaling.baselines import place, ranks_at_once
-from scaling.jobs import Host, JobError, Plan
+from scaling.baselines import ranks_at_once
+from scaling.jobs import Plan
 from scaling.models import Network, Shape
-from scaling.report import render_text
 from scaling.results import Results
-from scaling.runs import Run
-from tqdm import tqdm
 
-from tests.unit.scaling_results import FAST, FOUR, PAIR, SIZE, SLOW, make_results, timing
+from tests.unit.scaling_results import FAST, FOUR, SIZE, SLOW, make_results, timing
 
 
 @pytest.fixture
@@ -35,7 +30,7 @@ def test_ranks_that_share_cores_are_predicted_from_an_exchange_beside_computing(
 
     monkeypatch.setattr(scaling_test, "time_beside_compute", time_beside_compute)
     for run in results.runs:
-        scaling_test._measure_beside_compute(results, run, tqdm(disable=True))
+        scaling_test._measure_beside_compute(results, run)
     assert [one[:3] for one in asked] == [(FOUR, "horovod", SIZE)] * 3  # four ranks on two cores, and not 1x1
     assert [one[3] for one in asked] == pytest.approx([0.1] * 3)
     (_, four) = results.rows()
@@ -44,23 +39,15 @@ def test_ranks_that_share_cores_are_predicted_from_an_exchange_beside_computing(
     assert four.predicted_samples_per_s == pytest.approx(400 / 2.5)
 
 
-def test_accumulated_steps_are_computed_between_two_exchanges(results: Results) -> None:
-    for run in results.baselines.alone[100, 1]:
-        assert run.timing is not None
-        run.timing["updates"] = 5  # in 10 steps
-    results.beside_compute[FOUR, "horovod", 100] = [3.0]
-    assert results.computed_between(results.runs[1]) == pytest.approx(0.2)
-    (_, four) = results.rows()
-    assert four.predicted is not None
-    assert four.predicted.step == pytest.approx(1.5)
-
-
-def test_gpus_and_several_threads_are_not_measured_beside_computing(results: Results) -> None:
+def test_what_is_not_measured_beside_computing_is_predicted_from_its_parts(results: Results) -> None:
     run = next(run for run in results.runs if run.shape == FOUR)
     assert run.timing is not None
+    assert results.computed_between(run) is not None
     assert results.computed_between(run.ended(timing={**run.timing, "device": "cuda"})) is None
     results.baselines.alone[100, 2] = results.baselines.alone[100, 1]  # the measurement computes with one thread
     assert results.computed_between(run.ended(timing={**run.timing, "threads": 2})) is None
+    results.networks["horovod"] = Network(local=FAST, remote=SLOW)  # the backward pass hides a part of the exchange
+    assert results.computed_between(run) is None
 
 
 @pytest.mark.parametrize(
@@ -68,10 +55,8 @@ def test_gpus_and_several_threads_are_not_measured_beside_computing(results: Res
     [
         ({"world_size": 2}, 2),
         ({"world_size": 4}, 2),  # on two cores
-        ({"world_size": 4, "cores": 8}, 4),
         ({"world_size": 4, "cores": 8, "machines": 2}, 2),
         ({"world_size": 4, "cores": 8, "threads": 4}, 2),
-        ({"world_size": 4, "cores": 2, "threads": 4}, 1),
         ({"world_size": 4, "cores": 8, "device": "cuda"}, 1),
     ],
 )
@@ -96,7 +81,7 @@ def test_a_rank_is_predicted_from_ranks_that_compute_side_by_side(
         if run.shape == FOUR and run.timing is not None:
             for _ in range(2):  # two strategies of a round
                 run_timing = {**run.timing, "world_size": 4}
-                scaling_test._measure_side_by_side(results, run, run_timing, tqdm(disable=True))
+                scaling_test._measure_side_by_side(results, run, run_timing)
     assert asked == [(Shape(hosts=1, per_host=2), "horovod", 100, 1, False)] * 3  # once a round
     for run in results.runs:
         if run.shape == FOUR and run.timing is not None:
@@ -108,94 +93,14 @@ def test_a_rank_is_predicted_from_ranks_that_compute_side_by_side(
     assert after.predicted.compute == pytest.approx(2 * 0.14)  # what is not all-reduced is computed, too
     assert after.measured.efficiency == before.measured.efficiency  # relative to single ranks
     assert [run.scaling for run in results.baselines.side_by_side_runs()] == ["side by side"] * 3
-    assert "| 2     | 1            | 100   |       714 |" in render_text(results)  # 1000 samples in 1.4 s
-
-
-def test_a_failed_run_side_by_side_leaves_the_prediction_from_parts(
-    results: Results, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = next(run for run in results.runs if run.shape == FOUR)
-    assert run.timing is not None
-    shared = run.ended(timing={**run.timing, "world_size": 4})
-    before = results.rows()
-
-    def fail(*_: object, **__: object) -> dict[str, object]:
-        raise JobError("no room")
-
-    monkeypatch.setattr(scaling_test, "time_steps", fail)
-    scaling_test._measure_side_by_side(results, shared, shared.timing or {}, tqdm(disable=True))
-    assert results.computed_between(shared) is None  # it would be that of a single rank, and later of another baseline
-    assert results.rows() == before
-    assert results.problems() == ["1x2 horovod side by side batch 100, round 1: no room"]
-
-
-@pytest.mark.parametrize(
-    ("slots", "ranks", "machines", "shape"),
-    [
-        ([4, 4], 3, 2, (1, 3)),
-        ([1, 1], 2, 1, (2, 1)),
-        ([1, 1], 2, 2, None),
-        ([1, 1, 1, 1], 2, 1, (2, 1)),
-        ([2, 2, 2, 2], 4, 1, (2, 2)),
-        ([3, 3, 3, 3], 4, 1, (2, 2)),
-        ([2, 1], 3, 1, None),
-    ],
-)
-def test_a_machine_is_found_for_ranks_that_compute_at_once(
-    slots: list[int], ranks: int, machines: int, shape: tuple[int, int] | None
-) -> None:
-    hosts = [Host(name=f"host{number}", slots=count) for number, count in enumerate(slots)]
-    found = place(hosts, ranks, machines)
-    assert found == (Shape(hosts=shape[0], per_host=shape[1]) if shape else None)
 
 
 def test_more_hosts_are_predicted_from_the_nearest_number_of_ranks_side_by_side(results: Results) -> None:
     run = results.baselines.alone[100, 1][0]
     for count, compute in ((2, 0.2), (6, 0.6)):
-        beside = run.ended(timing=timing(compute, 100, compute=compute, exchange=0.0))
-        results.baselines.side_by_side[100, 1, count] = [beside, run.ended(problem="killed")]
-    seconds = [results.baselines.rank(100, 1, count).compute for count in (1, 2, 3, 5, 9)]  # type: ignore[union-attr]
-    assert seconds == pytest.approx([0.1, 0.2, 0.2, 0.6, 0.6])
-    assert results.baselines.rank(50, 1, 2) is None
-    assert not results.baselines.is_measured(100, 1, 3)
+        results.baselines.side_by_side[100, 1, count] = [
+            run.ended(timing=timing(compute, 100, compute=compute, exchange=0))
+        ]
     for _, predicted, efficiency in results.larger():  # two ranks on each host
         assert predicted.compute == pytest.approx(0.2)
         assert efficiency == pytest.approx(0.1 / predicted.step)
-
-
-def test_hosts_that_are_one_machine_are_measured_in_their_own_places(
-    results: Results, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shapes = []
-
-    def run_once(run: Run, *_: object, **__: object) -> Run:
-        shapes.append(run.shape)
-        return run.ended(problem="not run")
-
-    monkeypatch.setattr(scaling_test, "_run_once", run_once)
-    results.plan = replace(results.plan, hosts=[Host(name="a", slots=1), Host(name="b", slots=1)])
-    run = Run(shape=PAIR, strategy="ring", scaling="weak", round=1, batch=100)
-    for machines in (1, 2):
-        found = timing(0.2, 200, world_size=2, machines=machines)
-        scaling_test._measure_side_by_side(results, run.ended(timing=found), found, tqdm(disable=True))
-    assert shapes == [PAIR]  # not on two machines, where each rank has one for itself
-
-
-def test_an_exchange_that_a_backward_pass_hides_is_predicted_from_its_parts(results: Results) -> None:
-    assert results.computed_between(results.runs[1]) is not None
-    results.networks["horovod"] = Network(local=FAST, remote=SLOW)
-    assert results.computed_between(results.runs[1]) is None  # as the measurement has one after the other
-
-
-def test_what_fails_beside_computing_leaves_the_prediction_from_parts(
-    results: Results, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = results.rows()
-
-    def fail(*_: object) -> float:
-        raise JobError("no route")
-
-    monkeypatch.setattr(scaling_test, "time_beside_compute", fail)
-    scaling_test._measure_beside_compute(results, results.runs[1], tqdm(disable=True))
-    assert "cannot be measured: no route" in capsys.readouterr().err
-    assert results.rows() == before
