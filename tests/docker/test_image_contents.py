@@ -11,6 +11,7 @@ from typing import Any
 import horovod_wheel
 import pytest
 
+from tests.distributed.harness import ROOT
 from tests.docker.cluster import IMAGE, run, succeed
 
 Component = dict[str, Any]
