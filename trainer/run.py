@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +27,7 @@ from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError, TrainerError
 from trainer.files import save_atomically
 from trainer.loop.consistency import check_consistency
+from trainer.loop.gathering import gather_rows
 from trainer.loop.joining import join
 from trainer.loop.metrics import Mean
 from trainer.loop.objects import packed, unpacked
@@ -43,6 +45,12 @@ _SENT_AS = {
     **dict.fromkeys((torch.bool, torch.uint8, torch.int8, torch.int16), torch.int64),
     torch.bfloat16: torch.float32,
 }
+
+
+_CUT = (
+    "trainer: WARNING: run.all_gather(tensor) cuts the gradient: other ranks' rows are constants in this rank's loss; "
+    "give differentiable=True, or tensor.detach() if that is meant"
+)
 
 
 def init(strategy: str | Strategy = "auto", *, config: RunConfig | None = None, **settings: Any) -> Run:
@@ -96,6 +104,7 @@ class Run:
         self.rank, self.world_size, self.local_rank = world.rank, world.size, world.local_rank
         self.is_root, self.device, self.host = world.is_root, world.device, world.host
         self._updates = Updates(self.strategy, config)
+        self._has_warned = False
         facts = {"description": self.strategy.description, "tuning": dict(self.strategy.tuning)}
         self._report = LoopReport(self.world, {"config": config.as_dict(), **facts})
         self._epoch = self._training_loaders = 0
@@ -204,11 +213,13 @@ class Run:
         inputs: Sequence[Tensor] | None = None,
         *,
         samples: float | None = None,
+        reduction: str = "mean",
     ) -> None:
         """Run the backward pass. If it closes an update, it returns with the mean gradients over all ranks.
 
-        The loss has to be a mean over its batch. It is weighted by the batch's number of samples, so that the gradients
-        are those of the mean over all ranks' samples, even if the last batches are uneven.
+        The loss has to be a mean over its batch, or with `reduction="sum"` a sum. A mean is weighted by the batch's
+        number of samples, so that the gradients are those of the mean over all ranks' samples, even if the last batches
+        are uneven.
 
         Args:
             loss: the mean over samples, a scalar tensor; of any shape if `gradient` is given.
@@ -219,8 +230,11 @@ class Run:
             samples: how many samples (tokens, steps of an episode, …) the loss is a mean over, if its batch is not from
                 a loader of this run. Earlier passes within `no_sync` belong to the same update. All ranks give it, or
                 none does.
+            reduction: "sum" for a loss that is a sum over its batch: gradients are those of the sum over all ranks'
+                samples.
 
         Raises:
+            ConfigError: `reduction` is neither "mean" nor "sum", or `samples` is given for a sum.
             TrainerError: `create_graph` is true, parameters were unfrozen after `prepare`, the loss combines batches
                 with different weights, or ranks have diverged: their weights differ, or a rank has skipped a batch.
         """
@@ -230,8 +244,10 @@ class Run:
                 "depends on gradients, compute them with torch.autograd.grad(..., create_graph=True), and give "
                 "run.backward the loss"
             )
+        if reduction not in ("mean", "sum") or (reduction == "sum" and samples is not None):
+            raise ConfigError(f"reduction is {reduction!r}; valid are mean, and without samples sum")
         options = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
-        self._updates.backward(loss, samples, **options)
+        self._updates.backward(loss, samples, is_sum=reduction == "sum", **options)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context manager: backward passes within it leave their gradients to be sent by a later pass."""
@@ -314,12 +330,27 @@ class Run:
                 "after the loop, where run.mean() has added up what each rank has seen"
             )
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any, *, differentiable: bool = False) -> list[Any]:
         """Return the values of all ranks, in rank order. A value is anything that can be pickled.
 
         Tensors on a GPU arrive on this rank's GPU.
+
+        Args:
+            differentiable: for a tensor of rows, whose number may differ between ranks: gradients pass through what is
+                returned, so that a loss over all ranks' rows has the gradients of a single process. Its backward pass
+                is collective as well. Other ranks see no rows of a rank that computes on a padding
+                batch.
+
+        Raises:
+            ConfigError: `differentiable`, and the ranks' tensors differ in more than the number of rows.
         """
         self._check_all_ranks_call("all_gather")
+        if differentiable:
+            return gather_rows(value, self._updates.prepared.batch, self.strategy)
+        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled() and not self._has_warned:
+            self._has_warned = True
+            if self.is_root:
+                print_line(_CUT, sys.stderr)
         sent = self.strategy.all_gather_object(packed(value, self.world))
         return [unpacked(item, self.world) for item in sent]
 

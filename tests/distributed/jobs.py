@@ -23,6 +23,7 @@ HANDLE = (
         for part in ("", "_loaders", "_streams", "_batches", "_edges", "_parts", "_report", "_drift")
     ),
     LOOPS,
+    f"{_HERE}.checks_global_losses",
     f"{_HERE}.checks_channels_last",
     f"{_HERE}.checks_checkpoints",
     f"{_HERE}.checks_storage",

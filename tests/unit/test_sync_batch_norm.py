@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
 from trainer.errors import TrainerError
+from trainer.models.global_batch import GlobalBatch
 from trainer.models.sync_batch_norm import GlobalBatchNorm, convert_sync_batch_norm
 from trainer.strategies.base import Strategy
 
@@ -36,7 +37,7 @@ def twins(kind: type[nn.Module], **settings: object) -> tuple[nn.Module, GlobalB
         with torch.no_grad():
             for number, parameter in enumerate(layer.parameters()):
                 parameter.copy_(torch.tensor([0.5, -1.5, 2.0]) + number)
-    ours = convert_sync_batch_norm(layers[1], alone)
+    ours = convert_sync_batch_norm(layers[1], GlobalBatch(alone))
     assert isinstance(ours, GlobalBatchNorm)
     return layers[0], ours
 
@@ -82,7 +83,7 @@ def test_half_precision_goes_in_and_out_with_sums_in_float32(dtype: torch.dtype)
         seen.append(tensor.dtype)
         return tensor
 
-    layer = convert_sync_batch_norm(nn.BatchNorm2d(3), all_reduce)
+    layer = convert_sync_batch_norm(nn.BatchNorm2d(3), GlobalBatch(all_reduce))
     inputs = (torch.randn(8, 3, 32, 32) + 5).to(dtype)
     output = layer(inputs)
     assert output.dtype == dtype
@@ -103,7 +104,7 @@ def test_two_ranks_with_uneven_pieces_equal_one_with_the_whole_batch(first: int)
     parts = [part.clone().requires_grad_() for part in (inputs[:first], inputs[first:])]
 
     def work(rank: int, strategy: Strategy) -> Tensor:
-        layers[rank].all_reduce = strategy.all_reduce
+        layers[rank].batch = GlobalBatch(strategy.all_reduce)
         output: Tensor = layers[rank](parts[rank])
         (output * (factors[:first] if rank == 0 else factors[first:])).sum().backward()
         return output
@@ -129,7 +130,7 @@ def test_a_penalty_on_gradients_has_the_second_derivatives_of_the_whole_batch() 
     parts = [part.clone().requires_grad_() for part in inputs.split(2)]
 
     def work(rank: int, strategy: Strategy) -> None:
-        layers[rank].all_reduce = strategy.all_reduce
+        layers[rank].batch = GlobalBatch(strategy.all_reduce)
         penalty(layers[rank], parts[rank]).backward()
 
     Threads(2).run(work)
@@ -147,7 +148,7 @@ class InAJob:
 
 
 def test_a_model_can_be_copied_averaged_and_saved() -> None:
-    model = convert_sync_batch_norm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), InAJob().all_reduce)
+    model = convert_sync_batch_norm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), GlobalBatch(InAJob().all_reduce))
     inputs = torch.randn(5, 3)
     expected = copy.deepcopy(model)(inputs)  # trains on, in the job
     average = torch.optim.swa_utils.AveragedModel(model)

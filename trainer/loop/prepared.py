@@ -25,6 +25,7 @@ from trainer.loop.consistency import (
     is_plain,
 )
 from trainer.loop.gradients import parameters_of
+from trainer.models.global_batch import GlobalBatch
 from trainer.models.sync_batch_norm import convert_sync_batch_norm
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import GradientSynchronizer, Synchronizer
@@ -59,6 +60,8 @@ class Prepared:
         """The synchronizers of the prepared models, in the order of `prepare`, the same on all ranks: a model that
         was freed on this rank stays in the list until no rank holds it."""
         self.norms: WeakSet[_BatchNorm] = WeakSet()
+        self.batch = GlobalBatch(strategy.sum_statistics)
+        """What the models' layers, and differentiable gathers, add up over all ranks."""
         self.has_models = self.has_optimizers = False
         """Whether any model, and any optimizer, was prepared so far."""
         self.backwards = 0
@@ -251,7 +254,7 @@ class Prepared:
         if not strategy.shards:
             model.to(strategy.world.device)
         if config.sync_batch_norm:
-            convert_sync_batch_norm(model, strategy.sum_statistics)
+            convert_sync_batch_norm(model, self.batch)
         if config.compile and not strategy.shards:
             model.compile()
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

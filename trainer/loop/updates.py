@@ -20,9 +20,15 @@ from trainer.loop.batches import Batches
 from trainer.loop.exchange import Exchange
 from trainer.loop.prepared import Prepared
 from trainer.loop.weighing import Weighing
-from trainer.models.sync_batch_norm import leave_out, leave_out_gradients
+from trainer.models.sync_batch_norm import leave_out
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import GradientSynchronizer, Synchronizer
+
+_PADDING = (
+    "trainer: rank {} computes on a padding batch, because fewer than two samples a rank are left in this step: it "
+    "counts in no gradient and no BatchNorm. What the script itself keeps of each batch (a queue, an average) should "
+    "leave it out: run.batch_samples is 0"
+)
 
 
 class Updates:
@@ -42,7 +48,7 @@ class Updates:
         self.batches = Batches(strategy.world.size, is_watching=is_watching, on_step=self._on_step)
         self._weighing = Weighing(strategy, config.accumulate, self.prepared, self.batches)
         self.exchange = Exchange(strategy, config, self.prepared, self._weighing)
-        self._is_padding = self._is_in_pass = self._has_warned = False
+        self._is_padding = self._is_in_pass = self._has_warned = self._has_told_of_padding = False
         self._in_no_sync = 0
         self._kept: weakref.ref[nn.Parameter] | None = None
         """A parameter with a gradient from this update's earlier batches. If it is gone, zero_grad came too early."""
@@ -66,6 +72,15 @@ class Updates:
         if self._is_padding is not (step.count == 0):
             self._is_padding = step.count == 0
             leave_out(self.prepared.norms, self._is_padding)
+            self.prepared.batch.counts = not self._is_padding
+            self._tell_of_padding()
+
+    def _tell_of_padding(self) -> None:
+        if self._is_padding and not self._has_told_of_padding:
+            self._has_told_of_padding = True
+            world = self._strategy.world
+            if world.rank == world.size - 1:  # the first that runs out of samples
+                print_line(_PADDING.format(world.rank), sys.stderr)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -76,12 +91,12 @@ class Updates:
         finally:
             self._in_no_sync -= 1
 
-    def backward(self, loss: Tensor, samples: float | None, **options: Any) -> None:
+    def backward(self, loss: Tensor, samples: float | None, *, is_sum: bool = False, **options: Any) -> None:
         """See `Run.backward`, whose options are those of `torch.Tensor.backward`."""
         self._check_backward()
         if self._is_in_pass:
             self._finish_failed_pass()
-        self._weighing.begin_pass(samples, is_in_no_sync=self._in_no_sync > 0)
+        self._weighing.begin_pass(samples, is_sum=is_sum, is_in_no_sync=self._in_no_sync > 0)
         weight, is_local = self._weighing.weight, self._weighing.is_local
         for synchronizer in self.prepared.synchronizers:
             synchronizer.before_backward(is_local=is_local, is_weightless=weight == 0.0)
@@ -103,12 +118,12 @@ class Updates:
             [parameter.register_hook(torch.zeros_like) for parameter in self.prepared.trained()] if not weight else []
         )
         self._is_in_pass = self.batches.is_in_pass = True
-        leave_out_gradients(self.prepared.norms, not weight)
+        self.prepared.batch.is_weighed = bool(weight)
         try:
             weighted.backward(**options)
         finally:
             self.batches.end_pass()
-            leave_out_gradients(self.prepared.norms, False)
+            self.prepared.batch.is_weighed = True
             for hook in hooks:
                 hook.remove()
         self._end_pass()

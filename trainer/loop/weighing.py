@@ -47,11 +47,12 @@ class Weighing:
         self.is_local = False
         """Whether a later pass of the same update will send the last pass's gradients."""
 
-    def begin_pass(self, samples: float | None, *, is_in_no_sync: bool) -> None:
+    def begin_pass(self, samples: float | None, *, is_sum: bool, is_in_no_sync: bool) -> None:
         """Weigh the backward pass that begins now. Collective if `samples` is given.
 
         Args:
             samples: how many samples this rank's loss is a mean over; None takes the loader's weight.
+            is_sum: whether the loss is a sum over them, which counts as often as there are ranks, in a mean over these.
 
         Raises:
             TrainerError: the loss combines batches with different weights, or several models were prepared, so that it
@@ -62,14 +63,14 @@ class Weighing:
         if not batches.has_loader and self._accumulate > 1:
             self._count_pass()
         self.is_local = is_in_no_sync or not batches.current.closes_update
-        if samples is None and batches.has_loader and not batches.is_watching:
-            self.weight = batches.current.weight
-            return
-        seen = batches.pop_forwarded_batches()
+        seen = batches.pop_forwarded_batches() if batches.is_watching or samples is not None else []
+        is_padding = batches.has_loader and batches.current.count == 0
         if samples is not None:
-            self.weight = self._weight_of_samples(samples)
+            self.weight = self._weight_of_samples(0.0 if is_padding else samples)
+        elif is_sum:
+            self.weight = 0.0 if is_padding else float(self._strategy.world.size)
         elif batches.has_loader:
-            self.weight = self._weight_of_batches(seen)
+            self.weight = self._weight_of_batches(seen) if batches.is_watching else batches.current.weight
         else:
             self.weight = 1 / self._accumulate
 
