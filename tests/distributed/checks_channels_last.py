@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
-from tests.distributed.reference import assert_equal, sgd
+from tests.distributed.reference import assert_equal, sgd, train_alone
 from trainer import ConfigError, InMemory, init
-from trainer.data.shard_plan import permutation
 from trainer.strategies.base import Strategy
 
 CLIP = 0.05
@@ -32,18 +31,6 @@ def make_images(samples: int) -> InMemory:
     images = torch.randn(samples, 3, 6, 6, generator=generator, dtype=torch.float64)
     labels = torch.randint(4, (samples,), generator=generator)
     return InMemory(images.contiguous(memory_format=torch.channels_last), labels)
-
-
-def train_alone(data: InMemory, batch: int, *, batch_norm: bool) -> nn.Module:
-    model = make_network(batch_norm=batch_norm)
-    optimizer = sgd(model)
-    for epoch in range(2):
-        for index in permutation(len(data), epoch=epoch, seed=0).split(batch):
-            optimizer.zero_grad()
-            F.cross_entropy(model(data.inputs[index]), data.targets[index]).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-    return model
 
 
 def is_in_order(tensor: Tensor | None) -> bool:
@@ -76,7 +63,8 @@ def check_channels_last_weights_equal_one_process(strategy: Strategy) -> None:
         options = {"batch_norm": False, **settings}
         data = make_images(3 * batch + 2)
         model = train(strategy, data, **options)
-        assert_equal(model, train_alone(data, batch, batch_norm=options["batch_norm"]), 1e-11)
+        alone = make_network(batch_norm=options["batch_norm"])
+        assert_equal(model, train_alone(alone, data, batch=batch, epochs=2, clip_norm=CLIP), 1e-11)
         assert_same_on_all_ranks(strategy, model)
 
 

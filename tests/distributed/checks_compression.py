@@ -47,6 +47,19 @@ def check_wide_factors_equal_one_process(strategy: Strategy) -> None:
         assert_same_on_all_ranks(strategy, model)
 
 
+def check_narrow_factors_train_and_are_the_same_on_all_ranks(strategy: Strategy) -> None:
+    data = make_data(20 * BATCH * strategy.world.size + 1, torch.float32)
+    model = make_model(torch.float32)
+    whole = train_alone(model, data, batch=BATCH * strategy.world.size, epochs=3)
+    with all_matrices():
+        records = make_trainer(strategy, model, compression="powersgd:1", full_updates=1).fit(data, epochs=3)
+    assert records[-1].train_loss < 0.8 * records[0].train_loss
+    assert_same_on_all_ranks(strategy, model)
+    if strategy.world.size > 1:
+        with pytest.raises(AssertionError, match="differs by"):
+            assert_equal(model, whole, 1e-3)
+
+
 def check_compression_goes_on_from_a_checkpoint(strategy: Strategy) -> None:
     with all_matrices():
         goes_on(strategy, compression="powersgd:1", full_updates=2)

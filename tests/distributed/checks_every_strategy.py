@@ -182,16 +182,6 @@ def check_evaluation_counts_every_sample_once(strategy: Strategy) -> None:
         assert found.metrics["accuracy"] == alone.metrics["accuracy"]
 
 
-def check_own_loop_equals_one_process(strategy: Strategy) -> None:
-    model, data = make_model(), make_data(4 * BATCH * strategy.world.size + 1)
-    expected = train_alone(model, data, batch=BATCH * strategy.world.size)
-    run = init(strategy)
-    wrapped, optimizer = run.prepare(model, sgd(model))
-    train_one(run, wrapped, optimizer, data)
-    assert_equal(model, expected, 1e-12)
-    assert_same_on_all_ranks(strategy, model)
-
-
 def check_rounding_variants_stay_close_to_full_precision(strategy: Strategy) -> None:
     data = make_data(6 * BATCH * strategy.world.size, torch.float32)
     variants = [("precision", "bf16"), ("precision", "fp16"), *(("compression", name) for name in rounding(strategy))]
@@ -245,22 +235,6 @@ def check_a_gradient_above_65504_is_infinite_in_fp16_and_not_in_bf16(strategy: S
         else:
             assert float(norm) == pytest.approx(2e6, rel=2**-7)
             assert gather(model.weight.grad).tolist() == [[pytest.approx(0.5, rel=2**-6)] * 4]
-
-
-def check_datasets_that_are_not_in_memory(strategy: Strategy) -> None:
-    data = make_data(3 * BATCH * strategy.world.size + 1)
-
-    class Pairs(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return len(data)
-
-        def __getitem__(self, index: int) -> Any:
-            return data.inputs[index], data.targets[index]
-
-    in_memory, loaded = make_model(), make_model()
-    make_trainer(strategy, in_memory).fit(data, epochs=2)
-    make_trainer(strategy, loaded, num_workers=1).fit(Pairs(), epochs=2)
-    assert fingerprint(in_memory) == fingerprint(loaded)
 
 
 def check_ranks_draw_different_random_numbers(strategy: Strategy) -> None:

@@ -1,9 +1,9 @@
 """Which checks run in which job: every strategy on 2 ranks or more, and every launcher at least once.
 
 The default run has Horovod on 2, 3 and 4 ranks, DDP, FSDP and the ring on 2, and the parameter server on 4. The
-handle's checks run on 2 ranks, under Horovod also on 3; those of loops run under the parameter server as well.
-`make test-all` adds a job for each strategy but Horovod on other numbers of ranks, with large networks and the handle.
-What differs in the launcher alone is not repeated: the launchers have tests of their own.
+handle's checks run under Horovod, DDP and FSDP; those of loops under the parameter server as well. `make test-all` adds
+a job for each strategy on another number of ranks, with the handle's checks and large networks. What differs in the
+launcher alone is not repeated: the launchers have tests of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HANDLE = (
     f"{_HERE}.checks_checkpoints",
     f"{_HERE}.checks_storage",
 )
-# One mechanism above the transport: in the default run once for each strategy, and on 3 ranks under Horovod.
+# One mechanism above the transport: in the default run under Horovod and DDP.
 MECHANISMS = (f"{_HERE}.checks_compression", f"{_HERE}.checks_local_training")
 POWER_SGD_HOOK = f"{_HERE}.checks_power_sgd_hook"
 NETWORKS = f"{_HERE}.checks_networks"
@@ -59,8 +59,8 @@ class Job:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        # Four ranks have fewer cores than that in most places, and take the longest.
-        is_tried = self.ranks == 2 or (self.strategy, self.ranks) == ("horovod", 3)
+        # More ranks have fewer cores than that in most places, and take the longest.
+        is_tried = self.ranks == 2 and self.strategy != "ring"
         if not (self.slow or is_tried):
             return (*SHARED, *self.own)
         if self.strategy == "fsdp":
@@ -93,6 +93,7 @@ JOBS = [
     Job("fsdp", "torchrun", 2, FSDP),
     Job("ring", "mpirun", 2, (RING, TIMING, ENDING)),
     Job("parameter_server", "horovodrun-gloo", 4, (f"{_HERE}.checks_handle", LOOPS, ENDING)),
+    Job("horovod", "mpirun", 3, slow=True),
     Job("ddp", "horovodrun-gloo", 4, (NETWORKS,), slow=True),
     Job("fsdp", "horovodrun-gloo", 4, (f"{_HERE}.checks_fsdp_checkpoints",), slow=True),
     Job("fsdp", "horovodrun-mpi", 3, (*FSDP, NETWORKS), slow=True),

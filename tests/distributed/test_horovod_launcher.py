@@ -208,17 +208,6 @@ def test_what_loads_pickles_from_a_network_is_refused(code: str, name: str) -> N
     assert done.stderr.splitlines()[-1] == f"ImportError: {closed.message(name)}"
 
 
-def test_more_arguments_than_a_shell_takes_are_one_line_over_mpi_and_none_over_gloo() -> None:
-    words = ["sh", "-c", "echo $#", "sh", *("x" * 100_000 for _ in range(2))]
-    done = launch("--mpi", "-np", "1", *words)
-    assert done.returncode == 1
-    assert re.fullmatch(
-        r"horovodrun: the command of mpirun has 20\d{4} bytes .*; up to 130972 are valid.*\n", done.stderr
-    )
-    done = launch("--gloo", "-np", "1", *words)
-    assert (done.returncode, done.stdout) == (0, "[0]<stdout>:2\n"), done.stderr
-
-
 @pytest.mark.parametrize("controller", ["--mpi", "--gloo"])
 def test_a_job_of_one_host_needs_no_ssh(controller: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("sh", "bash", "env", "echo", "uname"):

@@ -60,20 +60,6 @@ def test_a_function_is_launched_after_the_gpu_was_used_and_tensors_come_as_the_c
     assert (given, square.device.type, square.tolist()) == ("cpu", "cpu", [9.0, 9.0])
 
 
-@needs_digits
-def test_the_parts_of_a_step_are_timed_on_the_device(tmp_path: Path) -> None:
-    file = tmp_path / "timing.jsonl"
-    outcome = run_job("python", 1, ["scripts/timed.py", "--steps", "5", str(file), *MNIST])
-    assert outcome.code == 0, outcome.output
-    timing, *_ = map(json.loads, file.read_text().splitlines())
-    assert (timing["device"], timing["steps"]) == (DEVICE, 5)
-    (rank,) = timing["ranks"]
-    assert 0 < rank["step"] < 10
-    assert min(rank.values()) >= 0
-    assert rank["compute"] > 0
-    assert rank["input"] + rank["compute"] + rank["blocked"] == pytest.approx(rank["step"])
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("launcher", "transports"),

@@ -6,7 +6,6 @@ Several ranks have a GPU each where there are as many. Else they share those tha
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -45,16 +44,7 @@ def possible(job: Job) -> Job:
     return replace(job, own=tuple(module for module in job.own if not why_not(module, job.ranks)))
 
 
-def parameters(job: Job) -> list[Any]:
-    """Return a test for each check, and one that is skipped for each module that is left out."""
-    reasons = {module: reason for module in job.own if (reason := why_not(module, job.ranks))}
-    return [
-        *(pytest.param(possible(job), check, id=f"{job}-{check}") for check in possible(job).checks),
-        *(pytest.param(job, one, id=f"{job}-{one}", marks=pytest.mark.skip(why)) for one, why in reasons.items()),
-    ]
-
-
-CHECKS = [one for job in JOBS for one in parameters(job)]
+CHECKS = [pytest.param(possible(job), check, id=f"{job}-{check}") for job in JOBS for check in possible(job).checks]
 
 
 def prepare(job: Job) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -59,16 +58,10 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 
 @contextmanager
-def running(command: list[str], packages: Path | None = None, folder: Path = ROOT) -> Iterator[Running]:
-    """Start a job, and leave nothing of it behind.
-
-    Args:
-        packages: a folder with the `horovod` to run; the installed one when None.
-        folder: where the job runs.
-    """
+def running(command: list[str], folder: Path = ROOT) -> Iterator[Running]:
+    """Start a job in a folder, and leave nothing of it behind."""
     with tempfile.TemporaryDirectory(prefix="trainer-security-") as mark:
-        paths = [str(packages)] if packages else []
-        paths += [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(paths)}
         env |= {MARK: mark, "TMPDIR": mark, "PYTHONUNBUFFERED": "1"}
         output = Path(mark, "output")
@@ -81,19 +74,3 @@ def running(command: list[str], packages: Path | None = None, folder: Path = ROO
         finally:
             kill_job(mark)
             process.wait()
-
-
-def elastic(folder: Path, *command: str) -> list[str]:
-    """The command of an elastic job with one rank on this machine."""
-    script = folder / "hosts.sh"
-    script.write_text("#!/bin/sh\necho localhost:1\n")
-    script.chmod(0o755)
-    return [
-        *[sys.executable, str(BIN / "horovodrun"), "--min-np", "1", "-np", "1", "--network-interface", "lo"],
-        *["--host-discovery-script", str(script), *command],
-    ]
-
-
-def function(name: str = "square", launcher: str = "gloo") -> list[str]:
-    """The command of a program that calls `horovod.run` with a function of tests.security.functions."""
-    return [sys.executable, "-m", "tests.security.functions", name, launcher]

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Sampler, SubsetRandomSampler
 
 from tests.unit.test_loader import numbered, world
@@ -85,25 +84,6 @@ class Ready(Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"number": index, "x": self._batches[index]}
-
-
-class Among:
-    """The other ranks of a loader's group: their counts are known, and rank 0 draws as all do."""
-
-    def __init__(self, *sums: float) -> None:
-        self._sums = list(sums)
-
-    def all_reduce(self, value: Tensor, reduction: str) -> Tensor:
-        return torch.full_like(value, self._sums.pop(0))
-
-    def all_gather(self, value: Any) -> list[Any]:
-        raise AssertionError("nothing is gathered")
-
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-    def average_weights(self) -> None:
-        return
 
 
 def rows(steps: Iterator[Step]) -> list[tuple[list[int], int, float, bool]]:
@@ -283,7 +263,7 @@ def test_a_position_in_samples_is_none_in_batches() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_of_batches_is_weighed_by_the_length_of_their_first_tensors(workers: int) -> None:
     def steps_of(rank: int, **options: Any) -> list[Step]:
-        group = Among(4, 5, 2)  # samples of all ranks in each update
+        group = TwoRanks(None, *((1, 1, 0) if rank == 0 else (3, 4, 2)))  # what the other one has in each update
         loader = ShardedLoader(
             Ready(3, 1, 4, 1, 2), batch_size=None, world=world(rank, 2), group=group, num_workers=workers, **options
         )

@@ -35,19 +35,6 @@ def test_a_manifest_is_strictly_valid(name: str) -> None:
         assert problems(document, crds()) == []
 
 
-@needs_crds
-def test_an_mpijob_has_what_the_operator_itself_checks() -> None:
-    (job,) = documents("mpijob")
-    spec = job["spec"]
-    assert set(spec["mpiReplicaSpecs"]) == {"Launcher", "Worker"}
-    assert spec["mpiReplicaSpecs"]["Launcher"]["replicas"] == 1
-    assert spec["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
-    assert spec["launcherCreationPolicy"] in ("AtStartup", "WaitForWorkersReady")
-    for replicas in spec["mpiReplicaSpecs"].values():
-        assert replicas["restartPolicy"] in ("Never", "OnFailure")
-        assert len(replicas["template"]["spec"]["containers"]) == 1
-
-
 def containers(name: str) -> dict[str, dict[str, Any]]:
     """The containers that a manifest starts, by name."""
     *_, job = documents(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -66,20 +65,3 @@ def test_exit_code_75_puts_the_job_back(tmp_path: Path, name: str, submitted: st
 def test_the_ranks_are_told_before_the_time_limit(tmp_path: Path, name: str) -> None:
     assert run(tmp_path, name, "trap 'touch told; exit 1' USR2; while :; do sleep 0.02; done", limit_s=121) == 1
     assert (tmp_path / "told").exists()
-
-
-def test_a_task_of_ti_one_starts_its_ranks_on_each_node(tmp_path: Path) -> None:
-    stand_in(tmp_path, "tccli", 'printf "%s\\n" "$@" > arguments; for last; do :; done; cp "${last#file://}" request')
-    stand_in(tmp_path, "torchrun", 'printf "%s\\n" "$@" > ranks')
-    env = dict(os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    subprocess.run(["bash", JOBS / "tione.sh"], cwd=tmp_path, env=env, check=True, timeout=20)
-    words = (tmp_path / "arguments").read_text().splitlines()
-    assert words[:5] == ["tione", "CreateTrainingTask", "--version", "2021-11-11", "--cli-input-json"]
-    assert not Path(words[5].removeprefix("file://")).exists()
-    start = json.loads((tmp_path / "request").read_text())["StartCmdInfo"]["StartCmd"]
-    env |= {"RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456", "WORLD_SIZE": "2"}
-    subprocess.run(["bash", "-c", start], cwd=tmp_path, env=env, check=True, timeout=20)
-    words = (tmp_path / "ranks").read_text().splitlines()
-    assert words[-6:] == ["--no-python", "--", "python", "train.py", "--checkpoint", "runs/saved"]
-    assert words[:6] == ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", "1"]
-    assert words[6:10] == ["--master-addr", "10.0.0.1", "--master-port", "23456"]

@@ -58,17 +58,3 @@ def test_a_run_goes_on_from_its_state_as_if_it_had_not_been_interrupted(compress
 
     for uninterrupted, resumed in Threads(RANKS).run(job):
         assert torch.equal(uninterrupted, resumed)
-
-
-def test_settling_leaves_states_that_are_no_numbers_for_each_weight_as_they_are() -> None:
-    def job(rank: int, strategy: Strategy) -> tuple[Tensor, int, str]:
-        replica = Rank(rank, strategy, every=2)
-        replica.train(1)
-        state = replica.optimizer.state[next(replica.model.parameters())]
-        state.update(counts=torch.full((2, 3), rank), history=torch.zeros(rank + 1), note="text")
-        replica.synchronizer.average_weights([replica.optimizer])
-        return state["counts"], len(state["history"]), state["note"]
-
-    for rank, (counts, length, note) in enumerate(Threads(RANKS).run(job)):
-        assert counts.tolist() == [[rank] * 3] * 2
-        assert (length, note) == (rank + 1, "text")

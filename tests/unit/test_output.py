@@ -30,10 +30,6 @@ def test_a_line_of_several_pieces_is_one_write(options: tuple[str, ...]) -> None
     assert writes_of(ours, *options) == ["loss 0.5\n", "of all\n", "warning 1\n"]
 
 
-def test_without_it_pieces_are_writes_of_their_own() -> None:
-    assert len(writes_of(PRINTS, "-u")) > 3
-
-
 def test_a_traceback_is_one_write_and_the_line_behind_it_another() -> None:
     traceback, line = writes_of(FAILS, "-u")
     assert traceback.startswith("Traceback")

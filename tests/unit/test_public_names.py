@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -16,20 +15,6 @@ import trainer
 @pytest.mark.parametrize("name", trainer.__all__)
 def test_every_public_name_can_be_imported(name: str) -> None:
     assert getattr(trainer, name).__module__.startswith("trainer.")
-
-
-def test_the_three_lists_of_names_agree() -> None:
-    """For type checkers, for the import on first use, and for `from trainer import *`."""
-    source = ast.parse(Path(trainer.__file__).read_text())
-    (for_checkers,) = (node for node in source.body if isinstance(node, ast.If))
-    typed = {
-        (str(node.module).removeprefix("trainer."), alias.name)
-        for node in for_checkers.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert typed == {(module, name) for name, module in trainer._MODULE_OF.items()}
-    assert trainer.__all__ == sorted(trainer._MODULE_OF)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

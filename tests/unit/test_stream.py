@@ -70,7 +70,7 @@ class Divided(Numbers):
 class TwoRanks:
     """The group of rank 0, whose neighbour draws what is written down here."""
 
-    def __init__(self, length: int | None, *drawn: list[int]) -> None:
+    def __init__(self, length: int | None, *drawn: list[int] | int) -> None:
         self._length, self._drawn = length, list(drawn)
 
     def all_reduce(self, value: Tensor, reduction: str) -> Tensor:
@@ -80,7 +80,7 @@ class TwoRanks:
         return [value, self._length]
 
     def broadcast(self, value: Any) -> Any:
-        raise AssertionError("a stream's order is its own")
+        return value
 
     def average_weights(self) -> None:
         return
