@@ -1,7 +1,7 @@
-"""What a checkpoint of a sharded training costs: one file that a rank gathers, or a part from each rank.
+"""What a checkpoint of a sharded training costs, of which each rank writes its part.
 
-torchrun --nproc-per-node 4 benchmarks/fsdp_checkpoints.py runs/fsdp --size 100m --files auto
-torchrun --nproc-per-node 4 benchmarks/fsdp_checkpoints.py runs/fsdp --size 100m --files auto --resume
+torchrun --nproc-per-node 4 benchmarks/fsdp_checkpoints.py runs/fsdp --size 100m
+torchrun --nproc-per-node 4 benchmarks/fsdp_checkpoints.py runs/fsdp --size 100m --resume
 
 The first command trains six updates and saves after each; the second goes on from there. Memory is the process's
 largest resident memory from before the first save, or while the checkpoint is loaded, less what it had before. Times
@@ -21,7 +21,6 @@ from torch.nn import functional as F
 import trainer
 from benchmarks.fsdp_memory import resident
 from examples.transformer import SIZES, Transformer
-from trainer.config import CHECKPOINT_FILES
 
 LENGTH = 64
 
@@ -37,7 +36,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the checkpoints are written")
     parser.add_argument("--size", choices=SIZES, default="10m", help="millions of parameters (default: %(default)s)")
-    parser.add_argument("--files", choices=CHECKPOINT_FILES, default="auto", help="(default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from what the command without it has written")
     args = parser.parse_args()
     run = trainer.init("fsdp")
@@ -56,7 +54,7 @@ def main() -> None:
     if not args.resume:
         update()  # what the first step allocates is no checkpoint's
     before, started = mark()
-    checkpoints = run.checkpoints(args.folder, every_epochs=1, keep=1, files=args.files)
+    checkpoints = run.checkpoints(args.folder, every_epochs=1, keep=1)
     if args.resume:
         names, times = "s to load", [time.monotonic() - started]
     else:
@@ -70,7 +68,7 @@ def main() -> None:
     own = [(resident("VmHWM") - before) / 1e6, *times]
     largest = (max(column) for column in zip(*run.all_gather(own), strict=True))
     cells = " | ".join(f"{value:.3g}" if value < 100 else f"{value:,.0f}" for value in largest)
-    run.print(f"| files | ranks | MB more memory | {names} |\n| {args.files} | {run.world_size} | {cells} |")
+    run.print(f"| ranks | MB more memory | {names} |\n| {run.world_size} | {cells} |")
     run.close()
 
 

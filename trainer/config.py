@@ -15,7 +15,6 @@ from trainer.errors import ConfigError
 
 _COMPRESSIONS = ("none", "fp16", "bf16", "powersgd", "powersgd:RANK")
 DEVICES = ("auto", "cpu", "cuda")
-CHECKPOINT_FILES = ("auto", "one")
 _POWERSGD = re.compile(r"powersgd(?::([0-9]+))?")
 _POWERSGD_RANK = 4
 _INTERVALS = ("every_s", "every_updates", "every_epochs")
@@ -262,8 +261,6 @@ class CheckpointConfig(_Checked):
     """The validation metric that `Trainer` takes for the score."""
     on_error: Annotated[str, ("continue", "stop")] = "continue"
     """What to do if a checkpoint cannot be written, for example because the disk is full."""
-    files: Annotated[str, CHECKPOINT_FILES] = "auto"
-    """"auto" has each rank write its part of a sharded model if they share the folder."""
     grace_s: Annotated[float, _FROM_0] = 20.0
     """Seconds between a preemption's signal and the time at which the process has to have ended."""
 

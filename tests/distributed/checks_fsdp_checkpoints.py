@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.distributed.checks_checkpoints import shared_folder
 from tests.distributed.checks_every_strategy import BATCH
 from tests.distributed.checks_fsdp import adamw, loss_of, make_text, make_transformer
+from tests.distributed.checks_storage import each_rank_a_host
 from trainer import Checkpoints, FsdpConfig, TrainerError, init
 from trainer.checkpoint.disk import durable
 from trainer.checkpoint.disk.committed import find, load
@@ -101,25 +102,29 @@ def check_parts_go_on_where_ranks_share_copies_otherwise(strategy: Strategy) -> 
 
 
 def check_one_file_is_as_good_as_the_parts(strategy: Strategy) -> None:
-    """The rank that writes has all of it then; `trainer merge` makes such a file of the parts."""
-    with shared_folder(strategy) as folder:
+    """Where each host has a folder of its own, each has all of it; `trainer merge` makes such a file of the parts."""
+    with shared_folder(strategy) as folder, pytest.MonkeyPatch.context() as patch:
         expected = Training(strategy, folder / "parts").train(1)
-        weights = Training(strategy, folder / "one", files="one").train(1)
-        assert list(files_of(folder / "one")) == ["state.pt"]
-        assert_equal(weights, expected)
-        states = []
+        (own := folder / f"host-{strategy.world.rank}").mkdir()
+        with each_rank_a_host(strategy):
+            patch.chdir(own)
+            weights = Training(strategy, Path("one")).train(1)
+            assert list(files_of(own / "one")) == ["state.pt"]
+            assert_equal(weights, expected)
+            again = Training(strategy, Path("one")).train(2)
         if strategy.world.is_root:
             merge(folder / "parts", folder / "merged.pt")
-            for file in (folder / "merged.pt", find(folder / "one")[0] / "state.pt"):
-                states.append(torch.load(file, weights_only=True))
-            for state in states:
-                assert_equal(state["models"][0], expected)
-                plain = make_transformer(seed=9)
-                plain.load_state_dict(state["models"][0])
-            moments = [state["optimizers"][0]["state"] for state in states]
-            torch.testing.assert_close(moments[0], moments[1])
-        again = Training(strategy, folder / "one", files="auto").train(2)
-        assert_equal(again, Training(strategy, folder / "parts", files="one").train(2))
+        strategy.barrier()
+        states = [
+            torch.load(file, weights_only=True) for file in (folder / "merged.pt", find(own / "one")[1] / "state.pt")
+        ]
+        for state in states:
+            assert_equal(state["models"][0], expected)
+            plain = make_transformer(seed=9)
+            plain.load_state_dict(state["models"][0])
+        moments = [state["optimizers"][0]["state"] for state in states]
+        torch.testing.assert_close(moments[0], moments[1])
+        assert_equal(again, Training(strategy, folder / "parts").train(2))
 
 
 def check_a_rank_that_cannot_write_its_part_is_named_and_costs_one_checkpoint(strategy: Strategy) -> None:

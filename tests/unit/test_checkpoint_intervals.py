@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from trainer import ConfigError, parse_interval
+from trainer import CheckpointConfig, ConfigError, parse_interval
 from trainer.checkpoint.run.checkpoints import FlagReduction
 from trainer.cluster.world import World
+from trainer.config import settings_from
 from trainer.strategies.single import SingleStrategy
 
 
@@ -43,3 +44,10 @@ def test_agreements_come_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None
             agreed.append(update)
     assert agreed[:4] == pytest.approx([1, 51, 101, 151], abs=3)  # 0.5 s are 50 updates
     assert agreed[-3:] == [397, 398, 399]
+
+
+def test_settings_that_there_are_not_or_that_exclude_each_other_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"run\.checkpoints has no setting 'every'; did you mean every_s\? valid are"):
+        settings_from(CheckpointConfig, "run.checkpoints", folder="a", every="30s")
+    with pytest.raises(ConfigError, match="every_s and every_updates are given; checkpoints take one interval"):
+        CheckpointConfig(folder="a", every_s=1, every_updates=1)

@@ -70,11 +70,12 @@ def test_a_rank_that_fails_stops_all_and_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_rank_that_does_not_come_is_named_after_the_timeout(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_is_named_after_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.checkpoint.disk.commit.TIMEOUT_S", 0.1)
     begin(tmp_path, NAME)
     contribute(tmp_path, NAME, "b", writing(b"2"))
     with pytest.raises(OthersFailedError, match=r"have not written c, d within 0\.1 s"):
-        commit(tmp_path, NAME, {"a": writing(b"1")}, {}, others=["b", "c", "d"], timeout_s=0.1)
+        commit(tmp_path, NAME, {"a": writing(b"1")}, {}, others=["b", "c", "d"])
     assert find(tmp_path) == []
 
 

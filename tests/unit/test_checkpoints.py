@@ -59,16 +59,6 @@ def test_with_two_loaders_at_once_no_batch_is_lost(tmp_path: Path) -> None:
         made.pop().close()
 
 
-def test_within_a_loop_in_a_loop_the_outer_one_says_where_it_is_saved(tmp_path: Path) -> None:
-    run, model, optimizer, _ = start(tmp_path, every_updates=1, keep=9)
-    outer, inner = run.loader(numbered(4), 2), run.loader(numbered(6), 2)
-    for _ in run.epochs(1):
-        for inputs, _ in outer:
-            for others, _ in inner:
-                step(run, model, optimizer, torch.cat([inputs, others]))
-    assert [taken for _, _, taken in saved(tmp_path)] == [[2, 0], [4, 0], [0, 0]]
-
-
 def test_gradients_that_wait_for_their_step_are_not_lost(tmp_path: Path) -> None:
     run, model, optimizer, _ = start(tmp_path, every_updates=1, keep=9)
     loader = run.loader(numbered(8), 2)

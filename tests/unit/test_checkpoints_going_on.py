@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -46,28 +45,6 @@ def test_a_scheduler_that_would_begin_anew_is_told(
     made.append(run.checkpoints(tmp_path, state={"schedule": schedule} if is_kept else {"totals": {}}))
     train(run, model, optimizer)
     assert ("has a scheduler that is not in the state of run.checkpoints" in capsys.readouterr().err) is not is_kept
-
-
-class Versioned(nn.Linear):
-    """Notes the version of the state that it loads."""
-
-    _version = 7
-    loaded: int | None = None
-
-    def _load_from_state_dict(self, state: Any, prefix: str, versions: dict[str, Any], *rest: Any) -> None:
-        self.loaded = versions.get("version")
-        super()._load_from_state_dict(state, prefix, versions, *rest)
-
-
-def test_modules_load_their_states_with_the_versions_that_these_were_saved_in(tmp_path: Path) -> None:
-    for expected in (None, 7):
-        network, average = Versioned(2, 1), Versioned(2, 1)
-        run = init("single")
-        model, optimizer = run.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
-        run.checkpoints(tmp_path, state={"average": average})
-        assert (network.loaded, average.loaded) == (expected, expected)
-        train(run, model, optimizer)
-        run.close()
 
 
 def test_two_loaders_at_once_go_on_where_both_stopped(tmp_path: Path) -> None:

@@ -30,25 +30,6 @@ def test_what_was_committed_is_found(tmp_path: Path) -> None:
     assert names(folder) == [NAME]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "attempt-00001-epoch-0001-update-00000001",  # name_of writes fewer digits
-        "attempt-0001-epoch-0001-update-00000001.old",
-        ".attempt-0001-epoch-0001-update-00000001",
-        "attempt-٠٠٠١-epoch-0001-update-00000001",
-        "attempt-0001-epoch--001-update-00000001",  # name_of makes it of a negative number
-        "latest",
-    ],
-)
-def test_other_names_are_no_checkpoints(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    assert find(tmp_path) == []
-    with pytest.raises(ValueError, match="no name of a checkpoint"):
-        commit(tmp_path, name, {}, {})
-    assert names(tmp_path) == [name]
-
-
 def test_the_newest_goes_by_numbers_not_by_text(tmp_path: Path) -> None:
     orders = [(1, 9999, 1), (1, 10000, 0), (2, 1, 5), (2, 1, 100_000_000), (10000, 0, 0)]
     for order in reversed(orders):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from tests.unit.blobs import blobs, make, network, weights
@@ -21,22 +20,6 @@ def test_an_evaluation_counts_every_sample_once(eval_batch_size: int | None) -> 
     outputs = network()(data.inputs)
     assert found.metrics["loss"] == pytest.approx(F.cross_entropy(outputs, data.targets).item(), rel=1e-12)
     assert found.metrics["accuracy"] == (outputs.argmax(1) == data.targets).sum().item() / 23
-
-
-@pytest.mark.parametrize("after_training", [False, True])
-def test_an_evaluation_takes_the_datasets_order_and_the_evaluations_batch_size(after_training: bool) -> None:
-    seen: list[list[int]] = []
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        seen.append(targets.tolist())
-        return F.cross_entropy(outputs, targets)
-
-    data, trainer = blobs(20), make(loss=loss, eval_batch_size=9)
-    if after_training:
-        trainer.fit(blobs(10), data, epochs=1)
-    else:
-        trainer.evaluate(data)
-    assert seen[-3:] == [part.tolist() for part in data.targets.split(9)]
 
 
 def test_an_evaluation_neither_trains_nor_drops_out() -> None:

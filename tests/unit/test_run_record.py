@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import resource
 import signal
@@ -73,18 +72,6 @@ def test_the_settings_say_what_was_run_where_and_with_which_versions(
     assert settings["world"] == {"size": 2, "launcher": "mpirun", "device": "cpu", "host": "node7"}
     assert settings["python"] == ".".join(map(str, sys.version_info[:3]))
     assert settings["versions"]["torch"] == torch.__version__.split("+")[0]
-
-
-def test_steps_have_a_line_each_with_the_seconds_since_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer.report.run_record.time.monotonic", itertools.count(1000.0, 60.0).__next__)
-    leave_record(RunRecord(tmp_path), context_on())
-    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert lines == [
-        {"step": 100, "seconds": 60.0, "epoch": 1, "samples": 700, "loss": 0.01, "lr": 0.25},
-        {"step": 200, "seconds": 120.0, "epoch": 1, "samples": 1400, "loss": 0.005, "lr": 0.25},
-    ]
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:

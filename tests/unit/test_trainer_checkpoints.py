@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
 from tests.unit.blobs import blobs, network, weights
-from trainer import Callback, CheckpointConfig, EpochRecord, FitContext, Trainer, TrainerConfig, accuracy
+from trainer import Callback, CheckpointConfig, ConfigError, EpochRecord, FitContext, Trainer, TrainerConfig, accuracy
 from trainer.checkpoint.disk.committed import find, load
 
 UPDATES_PER_EPOCH, EPOCHS = 5, 3
@@ -152,3 +152,8 @@ def test_the_best_by_a_metric_is_kept(best: str, metric: str, tmp_path: Path) ->
     scores = [record.validation.metrics[metric] for record in records if record.validation]
     wanted = (min if best == "min" else max)(scores)
     assert wanted in [load(path).facts["score"] for path in find(tmp_path)]
+
+
+def test_a_metric_that_there_is_not_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="compared by 'f1'; valid are loss, accuracy"):
+        Fit(tmp_path, best="max", metric="f1").trainer.fit(blobs(20), blobs(20), epochs=1)

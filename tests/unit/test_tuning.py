@@ -102,17 +102,6 @@ def test_the_users_thread_count_stays(
     assert host.threads == threads
 
 
-def test_in_a_container_the_ranks_of_other_hosts_may_be_on_this_machine(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host.has(cores=2)
-    spread = World(size=2, local_size=1, launcher="mpirun")
-    assert "idle" not in tune_all(spread)
-    monkeypatch.setattr(open_mpi, "in_container", lambda: True)
-    assert "idle" in tune_all(spread)
-    assert host.environment[IDLE] == "1"
-
-
 def test_ranks_in_several_containers_share_their_machines_cores(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)

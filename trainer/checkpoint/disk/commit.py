@@ -44,7 +44,6 @@ def commit(
     check: Callable[[Path], object] | None = None,
     *,
     others: Collection[str] = (),
-    timeout_s: float = TIMEOUT_S,
 ) -> Committed:
     """Write a checkpoint and return once it is committed. Other checkpoints are left as they are.
 
@@ -54,7 +53,6 @@ def commit(
         facts: anything that JSON can hold.
         check: is called with the folder that the files are in before they are committed, and raises if they are bad.
         others: files that other ranks `contribute`, once `begin` was called for the checkpoint.
-        timeout_s: seconds to wait for them without a new byte.
 
     Raises:
         TrainerError: it cannot be written, or is there already. Nothing of it is left, as far as that can be removed.
@@ -71,7 +69,7 @@ def commit(
                 begin(folder, name)
             with _stops_with_others() if others else nullcontext():
                 entries = {file: write_file(place / file, write) for file, write in files.items()}
-                entries |= _collect(place, frozenset(others), timeout_s)
+                entries |= _collect(place, frozenset(others))
             if check:
                 check(place)
             data = Manifest(name=name, facts=facts, files=entries).to_bytes()
@@ -213,11 +211,8 @@ def _stops_with_others() -> Iterator[None]:
         raise OthersFailedError("another rank could not write its part") from None
 
 
-def _collect(place: Path, files: Set[str], timeout_s: float) -> dict[str, FileEntry]:
+def _collect(place: Path, files: Set[str]) -> dict[str, FileEntry]:
     """Return the entries of files that other ranks announce, under their own names in the folder.
-
-    Args:
-        timeout_s: seconds to wait without a new byte in the folder.
 
     Raises:
         OthersFailedError: nothing more comes.
@@ -239,7 +234,7 @@ def _collect(place: Path, files: Set[str], timeout_s: float) -> dict[str, FileEn
                 entries[match["file"]] = FileEntry(size=int(match["size"]), sha256=match["sha256"])
         if (bytes_now := sum(sizes.values())) != bytes_before:
             bytes_before, moved_at = bytes_now, time.monotonic()
-        elif time.monotonic() - moved_at > timeout_s:
-            raise OthersFailedError(f"other ranks have not written {', '.join(sorted(missing))} within {timeout_s:g} s")
+        elif time.monotonic() - moved_at > TIMEOUT_S:
+            raise OthersFailedError(f"other ranks have not written {', '.join(sorted(missing))} within {TIMEOUT_S:g} s")
         time.sleep(_POLL_S)
     return entries

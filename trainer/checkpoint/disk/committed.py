@@ -140,7 +140,12 @@ def load(path: Path) -> Committed:
         DataError: it is not what was written; the text names the first file that is wrong.
         TrainerError: a file cannot be read now, which says nothing of what is in it.
     """
-    manifest = _read_manifest(path)
+    with _naming(path, MANIFEST):
+        data = read_file(path / MANIFEST)
+    try:
+        manifest = Manifest.from_bytes(data)
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"checkpoint {path}: {error}") from None
     for name, entry in manifest.files.items():
         with _naming(path, name), open_file(path / name) as file:
             size, digest = os.fstat(file.fileno()).st_size, hashlib.sha256()
@@ -152,15 +157,6 @@ def load(path: Path) -> Committed:
         if digest.hexdigest() != entry.sha256:
             raise DataError(f"checkpoint {path}: {name} is damaged: its hash is not the manifest's")
     return Committed(path=path, **vars(manifest))
-
-
-def _read_manifest(path: Path) -> Manifest:
-    with _naming(path, MANIFEST):
-        data = read_file(path / MANIFEST)
-    try:
-        return Manifest.from_bytes(data)
-    except (ConfigError, DataError) as error:
-        raise type(error)(f"checkpoint {path}: {error}") from None
 
 
 @contextmanager

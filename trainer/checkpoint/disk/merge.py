@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,13 @@ from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, DataError
 from trainer.files import save_atomically
 
-_DESCRIPTION = """\
-Write the whole state of a checkpoint into one file, which plain PyTorch reads: torch.load(FILE, weights_only=True).
-A checkpoint of a sharded training lies in parts, one for each rank. All of it has to fit into this machine's memory.
-"""
+_DESCRIPTION = "Write the whole state of a checkpoint into one file, for torch.load(FILE, weights_only=True)."
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `trainer merge` to the command line's subcommands."""
-    parser = subparsers.add_parser(
-        "merge",
-        help="make one file of a checkpoint that ranks have written in parts",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    help_text = "make one file of a checkpoint that ranks have written in parts"
+    parser = subparsers.add_parser("merge", help=help_text, description=_DESCRIPTION)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or one whose newest is taken")
     parser.add_argument("file", type=Path, metavar="FILE", help="the file to make; it must not be there yet")
 

@@ -73,7 +73,7 @@ class Checkpoints:
         self.config, self._strategy, self._world = config, strategy, strategy.world
         self._contents, self._facts = contents, facts
         check_consistency(strategy, {f"checkpoints' {name}": value for name, value in config.as_dict().items()})
-        self._storage = Storage(Path(config.folder), strategy, config.files)
+        self._storage = Storage(Path(config.folder), strategy)
         try:
             checkpoint = self._storage.find_start()
             resumed = self.resumed = contents.resume(checkpoint, strategy) if checkpoint else None

@@ -72,9 +72,9 @@ class Contents:
     @property
     def lacks_schedule(self) -> bool:
         """Whether a scheduler of torch's sets a learning rate, and no object is one or has one's optimizer."""
-        for value in self.objects.values():
-            if isinstance(value, LearningRate | UsersSchedule) or hasattr(value, "optimizer"):
-                return False
+        kinds = LearningRate | UsersSchedule
+        if any(isinstance(value, kinds) or hasattr(value, "optimizer") for value in self.objects.values()):
+            return False
         # PyTorch marks an optimizer's step when a scheduler is made for it.
         return any(hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in self.prepared.optimizers)
 

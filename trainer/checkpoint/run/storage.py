@@ -84,13 +84,12 @@ class Storage:
 
     Args:
         folder: the same path on every host; made where it is missing.
-        files: a value of `trainer.config.CHECKPOINT_FILES`.
 
     Raises:
         TrainerError: it cannot be written on some host, or another job uses it; raised on every rank.
     """
 
-    def __init__(self, folder: Path, strategy: Strategy, files: str = "auto") -> None:
+    def __init__(self, folder: Path, strategy: Strategy) -> None:
         self.folder, self._strategy, self._world = folder, strategy, strategy.world
         self._lock: io.FileIO | None = None
         job = strategy.broadcast_object(uuid.uuid4().hex)
@@ -104,8 +103,7 @@ class Storage:
         """Whether this rank writes the copy of its host, or of the hosts that share the folder."""
         if self.is_writer:
             remove_partial(folder)
-        is_shared = sum(strategy.all_gather_object(self.is_writer)) == 1 < self._world.size
-        self.has_parts = is_shared and strategy.shards and files == "auto"
+        self.has_parts = sum(strategy.all_gather_object(self.is_writer)) == 1 < self._world.size and strategy.shards
         """Whether each rank writes its part of sharded tensors; else a file has them whole."""
         self.attempt, self._start = 1, (0, 0, 0)
         """Number of this start of the training; known after `find_start`."""
