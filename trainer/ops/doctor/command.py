@@ -41,9 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add = parser.add_argument
     add("-H", dest="hosts", metavar="HOST:SLOTS,…", help="hosts and their slots (localhost:1)")
     add("--gpu", dest="with_gpus", action="store_true", help="also look at the GPUs, and run a small all-reduce")
-    add(
-        "--timeout", dest="timeout_s", type=float, default=20.0, metavar="S", help="without all-reduces (%(default).0f)"
-    )
+    add("--timeout", dest="timeout_s", type=float, default=20.0, metavar="S", help="seconds, at most (%(default).0f)")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
