@@ -122,7 +122,7 @@ def test_listening_goes_on_when_there_are_file_descriptors_again(listening: Call
 
 
 def test_messages_that_are_larger_than_what_gets_through(ports: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The listener refuses what is larger than a byte."""
+    """The listener refuses a message that is too large."""
     monkeypatch.setattr(exchange, "LARGE_BYTES", exchange.MOST_BYTES + 1)
     pair = tried(ports)
     assert pair["large_error"] == "the connection was closed"

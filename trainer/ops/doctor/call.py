@@ -21,10 +21,8 @@ from trainer.untrusted import parse_json
 MARK = "trainer-doctor-call"
 NO_ANSWER, HANGS = "no answer in time", "no answer in ssh's key exchange"
 """The second is where ssh has sent its first large message, and waits for the answer."""
-_REMOTE = Path(__file__).with_name("remote")
 _MOST_BYTES = 1 << 20
 """Of a line: what a host prints without an end takes no more memory than that."""
-_ERROR_BYTES = 20_000
 # As the launchers call it, and it says how far it has come.
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "LogLevel=DEBUG")
 _DEBUG_LINES = ("debug1: ", "OpenSSH_", "Authenticated to ", "Transferred: ", "Bytes per second: ")
@@ -135,8 +133,8 @@ class Call:
         return "\n".join(lines).strip()
 
     def _tail(self) -> str:
-        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _ERROR_BYTES))
-        return self._errors.read(_ERROR_BYTES).decode(errors="replace")
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - 20_000))
+        return self._errors.read(20_000).decode(errors="replace")
 
     def kill(self) -> None:
         """End it at once; who waits for a line gets none."""
@@ -156,7 +154,7 @@ class Call:
 
 def source_of(name: str) -> str:
     """Return the text of a program of `remote/`."""
-    return _REMOTE.joinpath(f"{name}.py").read_text()
+    return Path(__file__).with_name("remote").joinpath(f"{name}.py").read_text()
 
 
 def command() -> list[str]:

@@ -106,8 +106,6 @@ def judge(facts: Facts) -> list[Finding]:
     return sorted(findings, key=lambda finding: finding[0] != PROBLEM)
 
 
-# A login that fails
-
 LOGIN_ERRORS = {
     r"Could not resolve hostname": "{here} cannot resolve the name {host}; add its address to /etc/hosts on {here}, or "
     "correct the name in -H",
@@ -154,9 +152,6 @@ def _failed_login(facts: Facts, host: HostFacts) -> Finding:
     words["known"] = name if words["port"] == "22" else f"[{host}]:{words['port']}"
     matches = ((re.search(pattern, host.login_error), line) for pattern, line in LOGIN_ERRORS.items())
     return PROBLEM, next(line.format(**words, **match.groupdict()) for match, line in matches if match)
-
-
-# A host that connects to another one
 
 
 def _check_host_names(facts: Facts, host: HostFacts, other: HostFacts) -> Iterator[Finding]:
@@ -213,9 +208,6 @@ def _check_speed(facts: Facts, host: HostFacts, other: HostFacts) -> Iterator[Fi
 
 
 PAIR_CHECKS = (_check_host_names, _check_name, _check_reach, _check_large, _check_speed)
-
-
-# A host that answers
 
 
 def _check_login(facts: Facts, host: HostFacts) -> Iterator[Finding]:

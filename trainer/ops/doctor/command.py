@@ -15,17 +15,14 @@ from trainer.ops.doctor.look import look, try_all_reduces
 from trainer.ops.doctor.remote.host import PROBLEM
 from trainer.ops.supervise.hosts import Host, parse_hosts
 
-_DESCRIPTION = "Look at hosts, and at the network between them, for what would make a training fail there."
 _EPILOG = """\
 examples:
   trainer doctor
   trainer doctor -H a:2,b:2
   trainer doctor -H a:2,b:2 python train.py     also compares the script on all hosts; does not start it
 
-exit codes:
-  0    nothing was found that makes a job fail; warnings may have been
-  1    something will make a job fail
-  2    it could not look at everything, or these options are not valid
+exit codes: 0 nothing was found that makes a job fail; 1 something will make a job fail; 2 it could not look at
+everything, or these options are not valid
 """
 _PREFIX = "trainer doctor: "
 
@@ -35,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "doctor",
         help="look at hosts and the network between them",
-        description=_DESCRIPTION,
+        description="Look at hosts, and at the network between them, for what would make a training fail there.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -44,9 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add = parser.add_argument
     add("-H", dest="hosts", metavar="HOST:SLOTS,…", help="hosts and their slots (localhost:1)")
     add("--gpu", dest="with_gpus", action="store_true", help="also look at the GPUs, and run a small all-reduce")
-    add(
-        "--timeout", dest="timeout_s", type=float, default=20.0, metavar="S", help="without all-reduces (%(default).0f)"
-    )
+    add("--timeout", dest="timeout_s", type=float, default=20.0, metavar="S", help="seconds, at most (%(default).0f)")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 

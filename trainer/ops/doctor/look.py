@@ -139,10 +139,7 @@ def try_all_reduces(facts: Facts) -> None:
 def all_reduce(ranks: tuple[HostFacts, ...], backend: str = "nccl", limit_s: float = _ALL_REDUCE_S) -> dict[str, Any]:
     """Return what a small all-reduce has measured, or its "error" and its "output", and the names of the "hosts".
 
-    Args:
-        ranks: the host of each rank, of which there are one or two.
-        backend: "nccl", or "gloo" between CPUs.
-        limit_s: seconds after which the ranks are killed.
+    It has one or two ranks, on these hosts. They are killed at the time limit.
     """
     until, names = time.monotonic() + limit_s, list(dict.fromkeys(map(str, ranks)))
     way = ranks[0].way(ranks[-1]) if len(names) > 1 else Way(source="127.0.0.1")
@@ -169,7 +166,7 @@ def all_reduce(ranks: tuple[HostFacts, ...], backend: str = "nccl", limit_s: flo
             return {"hosts": names, **futures[0].result()}
         error = failed[0].why()
         wait(futures, timeout=min(2.0, max(0.0, until - time.monotonic())))  # the other rank may say more
-        output = "\n".join(call.errors() for call in [*failed, *calls])
+        output = "\n".join(call.errors() for call in [*failed, *calls]).strip()
         for call in calls:
             call.kill()
     return {"hosts": names, "error": error, "output": output}

@@ -81,7 +81,6 @@ async def try_all(
     """Get bytes from the programs on other hosts, first from all at once, then for the bandwidth one by one.
 
     Args:
-        token: that all of them know.
         targets: address and ports by the host's name, in another order for each host, so that at any time every host
             sends to one and receives from one.
         wait_s: seconds after which an answer is not waited for any more.

@@ -29,17 +29,13 @@ from typing import Any, NamedTuple
 PROBLEM, WARNING = "PROBLEM", "WARNING"
 """A job will fail; a job may be slow, or fail in some cases."""
 LONGEST_S = 120
-"""A program whose connection hangs ends by itself after that."""
+"""A program whose connection hangs ends then."""
 MIB = 2**20
 SHM_PER_RANK, MEMORY_PER_RANK = 64 * MIB, 512 * MIB
 """What ranks share in /dev/shm; what a process with PyTorch takes before it has a model."""
 LEAST_OPEN_FILES, LEAST_DISK = 1024, 1024 * MIB
-_IMPORTED = ("trainer", "torch", "horovod", "numpy", "mpi4py")
 _CGROUP = Path("/sys/fs/cgroup")
 """In a container, the container's own cgroup."""
-_INTERFACE = struct.Struct("16s4x4s16x")
-"""The name and the IPv4 address in a struct ifreq."""
-_SIOCGIFCONF = 0x8912
 _GPU = "index,name,ecc.errors.uncorrected.volatile.total,clocks_{}_reasons.hw_slowdown"
 
 
@@ -72,8 +68,8 @@ def check_files(job: Job) -> Iterator[tuple[str, str]]:
         yield PROBLEM, f"{job.host} has no {job.python}, the job's Python; {remedy}"
     if not script.exists():
         yield PROBLEM, f"there is no {job.script} in {folder} on {job.host}; copy it, or correct its name"
-    beside = script.parent if job.script else folder
-    for file in filter(Path.is_file, (beside / f"{name}.py" for name in _IMPORTED)):
+    beside, imported = script.parent if job.script else folder, ("trainer", "torch", "horovod", "numpy", "mpi4py")
+    for file in filter(Path.is_file, (beside / f"{name}.py" for name in imported)):
         yield PROBLEM, f"{file} on {job.host} is imported in place of the package of that name; rename the file"
 
 
@@ -185,11 +181,12 @@ def software(job: Job) -> Iterator[tuple[str, str, str]]:
 
 def interfaces(job: Job | None = None) -> Iterator[tuple[str, str]]:
     """Yield the IPv4 addresses of this host, each with its interface."""
-    buffer = array.array("B", bytes(4096 * _INTERFACE.size))
+    interface = struct.Struct("16s4x4s16x")  # the name and the IPv4 address in a struct ifreq
+    buffer = array.array("B", bytes(4096 * interface.size))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
-        used = struct.unpack("iL", fcntl.ioctl(any_socket.fileno(), _SIOCGIFCONF, request))[0]
-    for name, address in _INTERFACE.iter_unpack(buffer[:used]):
+        used = struct.unpack("iL", fcntl.ioctl(any_socket.fileno(), 0x8912, request))[0]  # SIOCGIFCONF
+    for name, address in interface.iter_unpack(buffer[:used]):
         yield socket.inet_ntoa(address), name.split(b"\0")[0].decode().partition(":")[0]
 
 
