@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import horovod_wheel
 import pytest
 
-from tests.distributed.harness import ROOT
 from tests.docker.cluster import IMAGE, run, succeed
 
 Component = dict[str, Any]
