@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -174,13 +173,14 @@ def test_a_stdin_that_was_empty_or_is_used_may_end(words: str, open_s: float) ->
 class Ancestor:
     """A process in a tree of three, of which the first has its parent outside this container."""
 
-    pid, outside, oldest = 3, 0, os.getpid()
+    def __init__(self, pid: int = 3) -> None:
+        self.pid = pid
 
     def ppid(self) -> int:
-        return self.outside
+        return 0
 
-    def parents(self) -> list[SimpleNamespace]:
-        return [SimpleNamespace(pid=2), SimpleNamespace(pid=self.oldest)]
+    def parents(self) -> list[Ancestor]:
+        return [Ancestor(2), Ancestor(os.getpid())]
 
 
 def test_only_a_pipe_from_outside_the_container_is_a_clients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,14 +191,16 @@ def test_only_a_pipe_from_outside_the_container_is_a_clients(monkeypatch: pytest
         assert not supervise.has_exec_client()  # nothing here has come from outside
         monkeypatch.setattr(psutil, "Process", Ancestor)
         assert supervise.has_exec_client()
-        for name in ("outside", "oldest"):  # within the container, and the container's first process
-            with monkeypatch.context() as changed:
-                changed.setattr(Ancestor, name, 1)
-                assert not supervise.has_exec_client()
+        monkeypatch.setattr(Ancestor, "ppid", lambda _: 1)
+        assert not supervise.has_exec_client()
+        monkeypatch.setattr(Ancestor, "ppid", lambda _: 0)
+        monkeypatch.setattr(Ancestor, "parents", lambda _: [Ancestor(1)])
+        assert not supervise.has_exec_client()  # the container's own first process
         with Path(os.devnull).open() as nothing:
             os.dup2(nothing.fileno(), 0)
+        monkeypatch.setattr(Ancestor, "parents", lambda _: [Ancestor(os.getpid())])
         assert not supervise.has_exec_client()
     finally:
         os.dup2(kept, 0)
-        for end in (kept, reader, writer):
-            os.close(end)
+        for one in (kept, reader, writer):
+            os.close(one)

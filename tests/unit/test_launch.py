@@ -247,6 +247,13 @@ def test_the_function_goes_to_other_hosts_and_outcomes_come_back(other_host: Pat
     assert not keepers.folder.exists()
 
 
+def wait_until(folder: Path, *, is_there: bool) -> None:
+    deadline = time.monotonic() + 4  # before the ranks are killed
+    while folder.exists() != is_there:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_where_the_caller_was_killed_the_folder_is_the_first_to_go(other_host: Path, tmp_path: Path) -> None:
     keepers, there = keepers_of("elsewhere:1", tmp_path), other_host / "launch"
     with keepers.keep(b"function"):
@@ -255,11 +262,20 @@ def test_where_the_caller_was_killed_the_folder_is_the_first_to_go(other_host: P
         assert shell.stdin is not None
         shell.stdin.close()  # as its end does
         shell.stdin = None
-        deadline = time.monotonic() + 4  # before the ranks are killed
-        while there.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(there, is_there=False)
         assert shell.poll() is None, "it still has the ranks to end"
+
+
+def test_where_the_caller_was_killed_before_it_had_sent_the_function_no_folder_stays(
+    other_host: Path, tmp_path: Path
+) -> None:
+    shell = keepers_of("elsewhere:1", tmp_path)._start(parse_hosts("elsewhere:1")[0], 8)
+    wait_until(other_host / "launch", is_there=True)
+    for pipe in (shell.stdout, shell.stderr, shell.stdin):
+        assert pipe is not None
+        pipe.close()
+    wait_until(other_host / "launch", is_there=False)
+    shell.wait(timeout=20)
 
 
 def test_a_host_with_two_names_has_one_folder(other_host: Path, tmp_path: Path) -> None:

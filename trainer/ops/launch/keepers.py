@@ -14,7 +14,7 @@ from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.remote import SCRIPT
 
 _KEEP = f"""\
-trap '' HUP INT TERM
+trap '' HUP INT TERM PIPE
 umask 077
 kept=$1 size=$2
 shift 2
@@ -31,7 +31,8 @@ rm -rf "$kept"
 
 If the folder is there already, the host is known under another name as well, and has a keeper. Where no line says that
 the job is over, the caller was killed: then nobody wants the outcomes, and the folder goes first. The launcher, which
-ends with the caller, gets time to end its ranks, and what is left is killed.
+ends with the caller, gets time to end its ranks, and what is left is killed. Without a reader of its output, a shell
+would end at the first word that it prints.
 """
 # A host that loses power meanwhile is given up after three times that many seconds.
 _OPTIONS = ("-o", "ServerAliveInterval=10")
