@@ -10,7 +10,7 @@ from importlib import metadata
 from trainer.checkpoint.disk.merge import add_parser as add_merge_parser
 from trainer.checkpoint.disk.merge import merge
 from trainer.errors import ConfigError, TrainerError
-from trainer.ops import environment, requeue, self_test
+from trainer.ops import environment, requeue
 from trainer.ops.doctor import command as doctor
 from trainer.ops.supervise import options
 from trainer.ops.supervise.supervisor import supervise
@@ -24,7 +24,6 @@ def get_parser() -> argparse.ArgumentParser:
     options.add_parser(subparsers)
     doctor.add_parser(subparsers)
     requeue.add_parser(subparsers)
-    self_test.add_parser(subparsers)
     environment.add_parser(subparsers)
     add_merge_parser(subparsers)
     return parser
@@ -32,12 +31,12 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
-    parsed = get_parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    parsed = get_parser().parse_args(options.with_file(words))
     starts: dict[str, Callable[[], int]] = {
         "run": lambda: supervise(options.to_options(parsed)),
         "doctor": lambda: doctor.examine(parsed),
         "requeue": lambda: requeue.requeue(parsed),
-        "test": lambda: self_test.self_test(parsed),
         "env": environment.print_environment,
         "merge": lambda: merge(parsed.checkpoint, parsed.file),
     }

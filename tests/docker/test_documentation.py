@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.pages import units
-from tests.docker.cluster import ROOT, Cluster, run, succeed
+from tests.docker.cluster import ROOT, run, succeed
 
 RUN = "docker run --rm trainer:cpu python examples/mnist.py"
 WITH_CODE = "docker compose -f docker-compose.yml -f docker-compose.dev.yml up -d"
@@ -21,12 +21,6 @@ TRAIN = "horovodrun -np 4 -H a:2,b:2 python project/train.py"
 _ON_NODE = "--nproc-per-node 2 --master-addr a --master-port 29500 project/train.py"
 TORCHRUN_ON_B = f"docker compose exec -d b torchrun --nnodes 2 --node-rank 1 {_ON_NODE}"
 TORCHRUN = f"torchrun --nnodes 2 --node-rank 0 {_ON_NODE}"
-
-
-def test_a_cluster_is_tested_by_one_command(cluster: Cluster) -> None:
-    outcome = cluster.run("a", *shlex.split("trainer test -np 4 -H a:2,b:2"), timeout_s=280)
-    assert outcome.code == 0, outcome.output
-    assert "trainer test: all right: 4 ranks on a:2,b:2, " in outcome.output
 
 
 def test_one_container_needs_no_cluster(image: str) -> None:
