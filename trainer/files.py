@@ -1,4 +1,4 @@
-"""Result files: written whole or not at all, and where they can be written."""
+"""Result files: written whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer.errors import ConfigError, TrainerError
-
-_REFUSALS = tuple(os.strerror(number) for number in (errno.EACCES, errno.EROFS))
 
 
 def check_writable(path: Path) -> None:
@@ -82,29 +80,3 @@ def _write_beside(path: Path, write: Callable[[BinaryIO], object]) -> None:
         with suppress(OSError):
             partial.unlink()
         raise
-
-
-def _is_refused_write(error: BaseException) -> bool:
-    if not any(text in str(error) for text in _REFUSALS):
-        return False
-    if isinstance(error, OSError):
-        # One that is there may have been opened to be read, or to be run.
-        return isinstance(error.filename, str) and not Path(error.filename).exists()
-    # Ours, and what PyTorch's writer of archives says.
-    return any(words in str(error) for words in ("cannot be written", "open file failed"))
-
-
-def writable_places(error: BaseException) -> str:
-    """Return which folders of the working directory can be written, to be put behind an error that one cannot be.
-
-    In the containers the code belongs to root. Many a library's error, as of `torch.save`, does not even name the file.
-
-    Returns:
-        An empty string where the error is another one, or where the working directory can be written.
-    """
-    if not _is_refused_write(error) or os.access(".", os.W_OK):
-        return ""
-    here, places = Path.cwd(), []
-    with suppress(OSError):
-        places = sorted(f"{entry.name}/" for entry in here.iterdir() if entry.is_dir() and os.access(entry, os.W_OK))
-    return f"; in {here}, {'only ' if places else ''}{' and '.join(places) or 'nothing'} can be written"

@@ -79,8 +79,8 @@ def test_a_project_trains_in_an_image_of_its_own(own_image: dict[str, str], own_
     assert "epoch 5/5" in output, "rank 0 is on node 0"
 
 
-def test_a_place_that_cannot_be_written_is_named_with_those_that_can(image: str) -> None:
-    (line,) = (unit.text for unit in units("text") if "can be written" in unit.text)
+def test_a_folder_that_cannot_be_written_is_named(image: str) -> None:
+    (line,) = (unit.text for unit in units("text") if "cannot be written" in unit.text)
     train = ["python", "examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output", "results"]
     outcome = run(["docker", "run", "--rm", image, *train])
     assert outcome.code == 1

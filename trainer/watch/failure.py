@@ -17,7 +17,6 @@ from trainer.cluster import exit_codes
 from trainer.cluster.environment import Launch, launches, read_launch
 from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, DataError, TrainerError, name_rank
-from trainer.files import writable_places
 from trainer.watch.heartbeat import LOST_PEER, MISTAKE, report_failure
 from trainer.watch.stack import Frame, collective_of
 
@@ -78,7 +77,7 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     if issubclass(kind, TrainerError):
         if launch.rank != 0:
             time.sleep(_LET_RANK_0_PRINT_FIRST_S)
-        _end(launch, f"{error}{writable_places(error)}", exit_codes.MISTAKE if is_mistake else 1)
+        _end(launch, str(error), exit_codes.MISTAKE if is_mistake else 1)
     if lost_peer:
         time.sleep(_LET_PEER_PRINT_FIRST_S)
         _end(launch, f"lost another rank, and with it the job ({kind.__name__})", 1)
@@ -86,7 +85,7 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     if was_in_collective:
         time.sleep(_LET_WATCHER_EXPLAIN_S)
     what = str(error) or "no further message"  # as of a MemoryError
-    _end(launch, f"{kind.__name__}: {what}{writable_places(error)}", 1)
+    _end(launch, f"{kind.__name__}: {what}", 1)
 
 
 def _stack(trace: TracebackType | None) -> list[Frame]:
