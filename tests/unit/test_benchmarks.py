@@ -1,4 +1,4 @@
-"""Benchmarks: a wrong result does not count, what is compared is comparable, and each report has its figures."""
+"""Benchmarks: a wrong result does not count, and what is compared is comparable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The communication benchmark: its figures, its error messages, its plot, and a run of every transport."""
+"""The communication benchmark: its figures, its error messages, and a run of every transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a watcher looks and judges, what it waits for, what it says before, and what it writes."""
+"""When a watcher looks and judges, what it waits for, what it says before, and where it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heartbeat of a rank of `trainer run`: what is reported is read back, and without a job nothing happens."""
+"""The heartbeat of a rank of `trainer run`: what is reported is read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What horovodrun runs on every host: the search for its interfaces, and the process beside each rank."""
+"""What horovodrun runs on every host: the choice of interfaces, and the process beside each rank."""
 
 from __future__ import annotations
 

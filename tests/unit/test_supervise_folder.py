@@ -1,4 +1,4 @@
-"""The folder of a supervised job, the events in it, and what a recovery took."""
+"""The folder of a supervised job, and its lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding, signalling and killing a job's processes by its mark, here and through ssh."""
+"""Finding, signalling and killing a job's processes by its mark, here and through a stand-in of ssh."""
 
 from __future__ import annotations
 

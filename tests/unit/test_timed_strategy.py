@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the arithmetic, and delays in one process; `checks_timing` has those between ranks."""
+"""Where the time of a step goes: the arithmetic, and training in one process; `checks_timing` has it between ranks."""
 
 from __future__ import annotations
 
