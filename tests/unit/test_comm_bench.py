@@ -1,24 +1,17 @@
-"""The communication benchmark: its figures, its error messages, its plot, and a run of every transport."""
+"""The communication benchmark: its figures, its error messages, and a run of every transport."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import torch
-from comm.report import Row, plot, table_line, write_json
-from comm.transports import TRANSPORTS, Transport
-from comm_bench import _measure, _parse_options
-from torch import Tensor
+from comm.report import Row, table_line, write_json
+from comm_bench import _parse_options
 
 from tests.distributed.harness import run_job
-from trainer.cluster.network import machine_id
-from trainer.cluster.rendezvous import Rendezvous
-from trainer.cluster.world import World
 
 SCRIPT = "scripts/comm_bench.py"
 
@@ -44,38 +37,6 @@ def test_bandwidths_are_those_of_nccl_tests(tmp_path: Path) -> None:
     (written,) = json.loads((tmp_path / "comm.json").read_text())["rows"]
     assert written["bytes_sent"] == 7.0
     assert written["busbw"] == pytest.approx(2**20 / 1e-3 * 1.5)
-
-
-def test_ranks_in_several_containers_share_the_machines_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = set()
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-
-    class Greedy(Transport):
-        name = "greedy"
-
-        def __init__(self, *_: object) -> None:
-            torch.set_num_threads(2)
-
-        def all_reduce(self, tensor: Tensor) -> None:
-            seen.add(torch.get_num_threads())
-
-    monkeypatch.setitem(TRANSPORTS, "greedy", Greedy)
-    threads, world = torch.get_num_threads(), World()
-    try:
-        options = Namespace(sizes=[4], repeats=1, max_seconds=1.0, compute_ms=0.0)
-        (measured,) = _measure("greedy", world, Rendezvous(world), options, [machine_id()] * 2)
-    finally:
-        torch.set_num_threads(threads)
-    assert (measured.wrong, seen) == (0, {1})
-
-
-def test_the_plot_names_every_transport(tmp_path: Path) -> None:
-    rows = [row(size=4**power, transport=name) for power in range(1, 5) for name in ("MPI", "ring (trainer)")]
-    plot(tmp_path / "comm.svg", {"ranks": "4 on a: 2, b: 2", "device": "a CPU"}, rows)
-    drawn = (tmp_path / "comm.svg").read_text()
-    for text in ("MPI", "ring (trainer)", "Bus bandwidth", "4 on a: 2, b: 2"):
-        assert re.search(f"<!-- .*{re.escape(text)}", drawn), text
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,15 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 import pytest
 
 from tests.distributed.harness import ROOT
-from trainer.cluster.environment import Launch, read_launch
+from trainer.cluster.environment import Launch
 from trainer.errors import ConfigError, DataError, TrainerError, name_rank
-from trainer.watch import failure, heartbeat
-from trainer.watch.heartbeat import Heartbeat, State
+from trainer.watch import failure
 
 # The handler that is called last stands for Horovod's, which waits for ranks that wait for this one.
 SCRIPT = """
@@ -209,68 +207,3 @@ def test_what_a_failing_rank_prints_and_when(
     assert [*lines, ""][max(0, len(lines) - 1)] == (f"trainer: {last}" if last else "")
     assert len(lines) <= 1 or error is RESET or isinstance(error, IndexError)
     assert ending.slept == slept
-
-
-def test_of_nested_launchers_one_rank_0_prints_first(
-    ending: Ending, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for name, rank in (("HOROVOD", 1), ("OMPI_COMM_WORLD", 0)):
-        for what, value in (("RANK", rank), ("SIZE", 2), ("LOCAL_RANK", rank), ("LOCAL_SIZE", 2)):
-            monkeypatch.setenv(f"{name}_{what}", str(value))
-    with pytest.raises(ConfigError, match="are nested") as refused:
-        read_launch()
-    monkeypatch.setattr(failure, "read_launch", read_launch)
-    with pytest.raises(SystemExit):
-        failure._end_job(ConfigError, refused.value, None)
-    assert capfd.readouterr().err.startswith("trainer: rank 1 on host node7: horovodrun with 2")
-    assert ending.slept == [5.0]
-
-
-def test_a_rank_that_fails_in_a_collective_lets_the_watcher_say_why(
-    ending: Ending, request: pytest.FixtureRequest
-) -> None:
-    heartbeat.open_record(1)
-    request.addfinalizer(heartbeat._forget)
-    error = RuntimeError("CUDA out of memory")
-    assert ending.of(error, rank=1) == 1
-    assert ending.slept == []
-    with suppress(ValueError), heartbeat.waits("all_reduce"):
-        raise ValueError
-    assert ending.of(error, rank=1) == 1
-    assert ending.slept == [failure._LET_WATCHER_EXPLAIN_S]
-
-
-def innermost(path: str, error: Exception) -> TracebackType | None:
-    """The traceback of an error that a file of this name has raised."""
-    try:
-        exec(compile("raise error", path, "exec"), {"error": error})  # noqa: S102 (as if it were that file)
-    except type(error) as raised:
-        return raised.__traceback__
-    return None
-
-
-@pytest.mark.parametrize(
-    ("path", "text", "is_in_collective"),
-    [
-        ("/x/torch/autograd/graph.py", "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer", True),
-        ("/x/torch/autograd/graph.py", "CUDA out of memory", False),
-        ("/home/me/train.py", "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer", False),
-    ],
-)
-def test_an_error_of_the_transport_in_a_backward_pass_is_noted_as_a_collectives(
-    ending: Ending, request: pytest.FixtureRequest, path: str, text: str, is_in_collective: bool
-) -> None:
-    noted = heartbeat.open_record(1)
-    assert noted is not None
-    request.addfinalizer(heartbeat._forget)
-    error = RuntimeError(text)
-    assert ending.of(error, rank=1, trace=innermost(path, error)) == 1
-    record = Heartbeat.from_bytes(noted.read_bytes())
-    assert record is not None
-    assert (record.state == State.FAILED) is is_in_collective
-
-
-def test_reporting_failures_takes_the_hook_for_uncaught_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    failure.report_failures()
-    assert Path(sys.excepthook.__code__.co_filename).name == "failure.py"

@@ -43,16 +43,6 @@ def test_the_rank_that_does_not_wait_is_the_cause_and_its_user_s_lines_are_shown
     )
 
 
-@pytest.mark.parametrize("doing", [doing for doing in Doing if doing is not Doing.WAITS])
-def test_what_the_rank_does_instead_is_said(doing: Doing) -> None:
-    told = judged(waiting(0), absent(1, doing, phase="evaluation"), waiting(2))
-    assert told.culprits == (1,)
-    assert told.lines[1:3] == (
-        f"rank 1 on a {doing.value} (evaluation)",
-        "ranks 0, 2 on a wait for the gradients of step 8",
-    )
-
-
 @pytest.mark.parametrize("likeliest", [Doing.ENDED, Doing.GONE])
 def test_a_rank_that_fails_because_another_is_gone_is_not_the_cause(likeliest: Doing) -> None:
     assert judged(waiting(0), absent(1, likeliest), absent(2, Doing.FAILED)).culprits == (1,)
@@ -130,8 +120,3 @@ def test_of_one_of_several_hosts_whose_ranks_all_wait_the_cause_may_be_on_anothe
     told = judged(waiting(2, at="train.py:4"), waiting(3, what, at="train.py:4"), is_whole_job=False)
     assert (told.culprits, told.waits_for) == ((), waits_for)
     assert told.notice.endswith("; the cause may be on another host")
-
-
-def test_a_collective_of_a_phase_is_named_by_it() -> None:
-    told = judged(waiting(0, "all_gather", is_counted=True, phase="saving"))
-    assert "rank 0 in all_gather (collective 4, after step 7, saving)" in told.lines[0]

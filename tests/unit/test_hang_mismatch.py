@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from trainer.ops.watcher.job import Doing, Host, View
 from trainer.ops.watcher.judge import explain
-from trainer.watch import heartbeat
 from trainer.watch.heartbeat import State
 
 STEP = ("gradients", "all_reduce 10", "step")
@@ -118,27 +116,3 @@ def test_the_majority_tells_who_is_named(views: list[View], named: list[int]) ->
 )
 def test_nothing_is_said_where_ranks_may_have_called_the_same(views: tuple[View, ...]) -> None:
     assert explained(*views) == ()
-
-
-def test_a_rank_that_fails_later_is_at_the_same_place() -> None:
-    """As the heartbeats say it: of two ranks in one collective, one has its error, and one still waits."""
-    views = {}
-    for rank, moment in enumerate(("waits", "failed", "went on")):
-        record = heartbeat.open_record(rank)
-        assert record is not None
-        for _ in range(2):
-            with heartbeat.waits("broadcast", counts=True):
-                pass
-        with suppress(ValueError), heartbeat.waits("all_reduce", 10, counts=True):
-            if moment == "waits":
-                views[rank] = View.from_bytes(record.read_bytes())
-            raise ValueError
-        if moment == "went on":
-            with heartbeat.waits("barrier", counts=True):
-                views[rank] = View.from_bytes(record.read_bytes())
-        views.setdefault(rank, View.from_bytes(record.read_bytes()))
-        heartbeat._forget()
-    seen = [view for view in views.values() if view is not None]
-    assert [view.failures for view in seen] == [0, 1, 1]
-    assert [view.last for view in seen] == ["broadcast", "broadcast", "all_reduce"]
-    assert explained(*seen) == ()

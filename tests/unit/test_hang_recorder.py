@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import time
@@ -16,7 +15,7 @@ import torch
 from trainer.watch import heartbeat
 from trainer.watch import recorder as recorder_module
 from trainer.watch.heartbeat import SIZE, Heartbeat
-from trainer.watch.recorder import counted, find_recorder, follow, named
+from trainer.watch.recorder import counted, find_recorder, follow
 
 # Of rank 0 of two over Gloo (PyTorch 2.14.1), which has begun all_reduce 6 and broadcast 7, and rank 1 has not.
 SAMPLE: dict[str, Any] = json.loads(Path(__file__).with_name("flight_recorder.json").read_text())
@@ -59,23 +58,6 @@ def test_the_first_collective_that_is_not_completed_is_found(
         for group, (enqueued, completed) in groups.items()
     }
     assert tuple(counted({"pg_status": status}).values()) == found
-
-
-@pytest.mark.parametrize(
-    ("facts", "name"),
-    [
-        ({}, ": gloo:all_reduce of 7 elements"),
-        ({"input_sizes": [[2, 3], [5]]}, ": gloo:all_reduce of 11 elements"),
-        ({"profiling_name": "nccl:all_to_all"}, ": nccl:all_to_all"),  # ranks' lengths may differ
-        ({"pg_id": 1}, ""),
-        ({"is_p2p": True}, ""),
-    ],
-)
-def test_the_pending_collective_is_named(facts: dict[str, Any], name: str) -> None:
-    trace = copy.deepcopy(SAMPLE)
-    trace["entries"][2].update(facts)
-    pending = counted(trace)["pending"]
-    assert named(trace, pending) == f"collective 6 of process group 0{name}"
 
 
 def test_the_entries_are_read_once_nothing_has_changed_for_a_while(record: int) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,17 +72,6 @@ def test_a_single_rank_is_not_watched() -> None:
     assert hang.describe(World(), None) is None
 
 
-@pytest.mark.parametrize(("given_s", "count"), [(0.0, 0), (None, 1)])
-def test_a_recorder_is_followed_where_hangs_are_watched_for(
-    started: Started, monkeypatch: pytest.MonkeyPatch, given_s: float | None, count: int
-) -> None:
-    seen = []
-    monkeypatch.setattr(hang, "follow", lambda recorder, is_root: seen.append(is_root))
-    hang.start(world(0), [described(given_s)] * 4, lambda with_entries: b"{}")
-    assert seen == [True] * count
-    assert len(started) == count
-
-
 @pytest.mark.parametrize(
     ("given", "variable", "limit_s", "start_s"),
     [(None, "", None, 1800), (60.0, "", 60, 1800), (3.0, "3600", 3600, 3600), (0.0, "", 0, 0), (60.0, "0", 0, 0)],
@@ -114,30 +101,3 @@ def test_what_fails_is_said_and_ends_nothing(
     assert started == []
     where = "" if what == "subprocess.Popen" else "rank 1: "
     assert f"{where}PermissionError: [Errno 1] not permitted" in capfd.readouterr().err
-
-
-def test_the_watcher_starts_without_pytorch() -> None:
-    script = "import sys, trainer.ops.watcher.__main__; print('torch' in sys.modules, 'psutil' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "False False\n"
-
-
-# The handler that is registered first is called last.
-ENDING = """
-import atexit, pathlib, sys
-from trainer.watch import start
-from trainer.watch.heartbeat import Heartbeat
-from trainer.cluster.world import World
-atexit.register(lambda: print(repr(Heartbeat.from_bytes(path.read_bytes()).is_at_end)))
-path = pathlib.Path(start.describe(World(rank=0, size=2), None).record)
-sys.excepthook = lambda *_: None
-{end}
-"""
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("end", "is_at_end"), [("pass", True), ("sys.exit(3)", True), ("1 / 0", False)])
-def test_a_script_that_an_exception_ends_has_not_come_to_its_end(end: str, is_at_end: bool) -> None:
-    """Also where another hook has shown the exception, so that Python ends as ever."""
-    done = subprocess.run([sys.executable, "-c", ENDING.format(end=end)], capture_output=True, text=True, check=False)
-    assert done.stdout == f"{is_at_end}\n", done.stderr

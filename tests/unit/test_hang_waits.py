@@ -1,4 +1,4 @@
-"""When a watcher looks and judges, what it waits for, what it says before, and what it writes."""
+"""When a watcher looks and judges, what it waits for, what it says before, and where it writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.hang_watchers import Ranks, absent, run, waiting, watcher_of
 from trainer.ops.watcher import watcher as watcher_module
-from trainer.ops.watcher.job import Doing, View
+from trainer.ops.watcher.job import Doing
 from trainer.ops.watcher.watcher import Watcher
 from trainer.watch.job_folder import HANG, WAITS, JobVerdict
 
@@ -35,26 +35,6 @@ def after(watcher: Watcher, monkeypatch: pytest.MonkeyPatch, *seconds: float) ->
     for more in seconds:
         now += more
         watcher.tick()
-
-
-def test_the_rank_that_does_not_wait_is_named_and_all_ranks_are_ended(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, noted: list[JobVerdict | None]
-) -> None:
-    ranks = Ranks(waiting(0, stacks="File train.py"), absent(1, phase="saving"))
-    watcher = watcher_of(ranks, 0.2)
-    run(watcher)
-    assert watcher.verdict is not None
-    assert watcher.verdict.culprits == (1,)
-    assert ranks.are_ended
-    assert noted == [JobVerdict(HANG, watcher.verdict.lines[0], (1,))]
-    lines = capfd.readouterr().err.splitlines()
-    assert lines[:-1] == [f"trainer: hang: {line}" for line in watcher.verdict.lines]
-    (file,) = tmp_path.glob("runs/job-hang-*-a.txt")
-    assert lines[-1] == f"trainer: hang: each rank's stack is in {file.relative_to(tmp_path)}"
-    verdict, first, stack, second = file.read_text().strip().split("\n\n")
-    assert verdict.splitlines() == list(watcher.verdict.lines)
-    assert (first.partition(":")[0], stack) == ("rank 0 on a", "File train.py")
-    assert "phase saving" in second
 
 
 def test_the_stacks_are_in_the_folder_of_the_run_s_record_and_follow_no_link(
@@ -158,16 +138,6 @@ def test_long_before_the_limit_it_is_said_once_what_is_waited_for_and_the_next_t
     assert capfd.readouterr().err.count("no progress for 61 s") == 1
 
 
-@pytest.mark.parametrize(
-    ("given_s", "views"), [(40.0, (waiting(0), absent(1))), (None, (waiting(0), waiting(1))), (None, (absent(0),))]
-)
-def test_nothing_is_said_where_a_verdict_is_near_or_no_rank_waits_for_another(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], given_s: float | None, views: tuple[View, ...]
-) -> None:
-    after(watcher_of(Ranks(*views), given_s), monkeypatch, 35.0)
-    assert capfd.readouterr().err == ""
-
-
 @pytest.mark.parametrize("others", [0, 2])
 @pytest.mark.parametrize(
     "ranks",
@@ -186,12 +156,6 @@ def test_a_host_whose_user_has_stopped_it_is_waited_for_and_told_once(
     assert capfd.readouterr().err.count("the ranks on a are stopped; hangs are watched for when they go on") == 1
 
 
-def test_one_of_a_host_s_ranks_that_is_stopped_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    watcher = watcher_of(Ranks(waiting(0), absent(1, Doing.STOPPED)), 5.0)
-    after(watcher, monkeypatch, 6.0)
-    assert watcher.verdict is not None
-
-
 def test_a_rank_that_goes_on_while_it_is_looked_at_hangs_no_more(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,9 +163,3 @@ def test_a_rank_that_goes_on_while_it_is_looked_at_hangs_no_more(
     watcher = watcher_of(ranks, 20.0)
     after(watcher, monkeypatch, 21.0)
     assert (ranks.looks, watcher.verdict, capfd.readouterr().err) == (1, None, "")
-
-
-def test_a_look_without_a_verdict_is_not_repeated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(absent(0), absent(1))
-    after(watcher_of(ranks, 20.0), monkeypatch, 21.0, 1.0, 10.0)
-    assert ranks.looks == 1

@@ -9,14 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
-from trainer.checkpoint.disk.durable import write_file
-from trainer.cluster.world import World
-from trainer.data.loader import InMemory, ShardedLoader
-from trainer.report.run_record import RunFolder
-from trainer.strategies.gradients import Synchronizer
-from trainer.strategies.single import SingleStrategy
 from trainer.watch import heartbeat
 from trainer.watch.heartbeat import SIZE, Heartbeat, State, UpdateCounter, loading, note_waits, report_phase, waits
 
@@ -82,14 +75,6 @@ def test_a_collective_within_another_is_a_part_of_it(record: Path) -> None:
     assert read(record).collectives == 1
 
 
-def test_gradients_are_not_counted_and_what_was_done_before_is_noted_again(record: Path) -> None:
-    for batch in loading([1]):
-        assert batch == 1
-        with waits("gradients"):
-            assert (read(record).what, read(record).is_counted) == ("gradients", False)
-    assert (read(record).collectives, read(record).state) == (0, State.BETWEEN)
-
-
 def test_a_collective_that_has_failed_stays_noted_until_the_next(record: Path) -> None:
     with suppress(ValueError), waits("all_reduce", 12, counts=True):
         raise ValueError
@@ -126,22 +111,6 @@ def test_an_error_in_a_collective_without_marks_is_noted_at_the_end(record: Path
     assert (read(record).state, read(record).what) == (State.FAILED, "gradients")
 
 
-def test_who_waits_for_others_while_it_draws_a_batch_goes_on_to_draw(record: Path) -> None:
-    def draw() -> Iterator[int]:
-        with waits("broadcast"):
-            assert read(record).state == State.WAITING
-        assert (read(record).state, read(record).what) == (State.LOADER, "data")
-        yield 1
-        yield [][0]
-
-    batches = loading(draw())
-    next(batches)
-    assert read(record).state == State.BETWEEN
-    with pytest.raises(IndexError):
-        next(batches)
-    assert read(record).state == State.BETWEEN
-
-
 def test_steps_updates_and_phases_come_from_what_trainer_run_is_told(record: Path) -> None:
     counter = UpdateCounter()
     counter.on_batch()
@@ -154,43 +123,6 @@ def test_steps_updates_and_phases_come_from_what_trainer_run_is_told(record: Pat
     assert read(record).events > found.events
     heartbeat.note(folder="runs/one")
     assert read(record).folder == "runs/one"
-
-
-def test_a_loop_without_a_loader_of_ours_trains_again_after_a_checkpoint(record: Path) -> None:
-    report_phase("saving")
-    UpdateCounter().on_step(has_loader=False)
-    assert read(record).phase == "training"
-
-
-def test_the_folder_of_a_record_and_the_pieces_of_a_file_are_noted(record: Path, tmp_path: Path) -> None:
-    folder = RunFolder(World(), lambda value: value, tmp_path / "run", {"checkpoints": ""})
-    assert read(record).folder == str(folder.path)
-    before = read(record).pieces
-    write_file(tmp_path / "state", lambda stream: stream.write(bytes(3 << 20)))
-    assert read(record).pieces > before
-
-
-def test_the_end_of_a_pass_is_between_epochs(record: Path) -> None:
-    data = InMemory(torch.zeros(4, 2), torch.zeros(4))
-    for _ in ShardedLoader(data, 2, world=World()):
-        assert read(record).phase == ""
-    assert read(record).phase == "between epochs"
-
-
-def test_every_strategy_notes_its_collectives(record: Path) -> None:
-    class Strategy(SingleStrategy):
-        def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-            seen.append(read(record))
-            return tensor
-
-    class Waiting(Synchronizer):
-        def complete(self) -> None:
-            seen.append(read(record))
-
-    seen: list[Heartbeat] = []
-    Strategy(World()).all_reduce(torch.ones(5))
-    Waiting().complete()
-    assert [(one.what, one.elements, one.collectives) for one in seen] == [("all_reduce", 5, 0), ("gradients", 0, 1)]
 
 
 def test_another_thread_changes_nothing_but_phase_and_pieces(record: Path) -> None:

@@ -1,15 +1,13 @@
-"""What horovodrun runs on every host: the search for its interfaces, and the process beside each rank."""
+"""What horovodrun runs on every host: the choice of interfaces, and the process beside each rank."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -23,55 +21,7 @@ from horovod.runner.mpi_run import mpi_run
 from horovod.runner.util import remote_exec, route, supervise
 from horovod.runner.util.route import LAUNCHER, Interface, RoutedInterfaces
 
-Address = namedtuple("Address", "family address netmask")
 Running = subprocess.Popen[bytes]
-
-
-@pytest.fixture
-def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host with a decoy, on which only 10.77.0.0/24 is routed."""
-    interfaces = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "data0": "10.77.0.1"}
-    monkeypatch.setattr(
-        psutil,
-        "net_if_addrs",
-        lambda: {name: [Address(socket.AF_INET, ip, "255.255.255.0")] for name, ip in interfaces.items()},
-    )
-
-    class FakeSocket:
-        def __init__(self, *_: object) -> None: ...
-        def __enter__(self) -> FakeSocket:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-        def connect(self, target: tuple[str, int]) -> None:
-            if not target[0].startswith("10.77.0."):
-                raise OSError(101, "Network is unreachable")
-
-        def getsockname(self) -> tuple[str, int]:
-            return ("10.77.0.1", 40000)
-
-    monkeypatch.setattr(socket, "socket", FakeSocket)
-
-
-def test_the_route_decides_not_the_name(two_networks: None) -> None:
-    data = Interface("data0", "10.77.0.1", "10.77.0.0/24")
-    targets = {"10.77.0.2": None, "10.77.0.1": None, "10.99.0.1": None, "no-such.invalid": "10.77.0.3"}
-    assert route.find_routes(targets) == {
-        "10.77.0.2": data,
-        "10.77.0.1": None,
-        "10.99.0.1": "Network is unreachable",
-        "no-such.invalid": data,
-    }
-
-
-def test_this_machine_answers_below_a_banner() -> None:
-    out = subprocess.run(
-        [sys.executable, "-m", "horovod.runner.util.route", "localhost=127.0.0.1", "=127.0.0.1"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert route.parse(f"Welcome to this host\n{out}") == {"localhost": None, LAUNCHER: None}
 
 
 @pytest.fixture
@@ -79,15 +29,6 @@ def routed() -> RoutedInterfaces:
     """Two hosts with other names for their interfaces in one subnet; the launcher is host a."""
     a, b = Interface("data0", "10.77.0.1", "10.77.0.0/24"), Interface("ens7", "10.77.0.2", "10.77.0.0/24")
     return RoutedInterfaces({LAUNCHER: {"b": a}, "a": {"b": a}, "b": {"a": b, LAUNCHER: b}}, ["a", "b"])
-
-
-def test_names_may_differ_between_hosts(routed: RoutedInterfaces) -> None:
-    assert routed == {"data0", "ens7"}
-    assert routed.between_ranks() == routed.between_daemons() == "10.77.0.0/24"
-    for host, name in (("a", "data0"), ("b", "ens7")):
-        variables = network_variables(routed, 1, host)
-        assert (variables["HOROVOD_GLOO_IFACE"], variables["NCCL_SOCKET_IFNAME"]) == (name, f"={name}")
-        assert variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.77.0.1"
 
 
 def mpirun_command(nics: set[str], env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -119,13 +60,6 @@ def test_nccls_interface_that_the_user_has_named_stays(
 ) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     assert "NCCL_SOCKET_IFNAME" not in network_variables(routed, 1, "a")
-
-
-def test_open_mpi_gets_no_network_of_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Which to Open MPI 4 is every network, so that it takes lo.
-    addresses = {"data0": [Address(socket.AF_INET, "10.77.0.3", "255.255.255.255")]}
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
-    assert route.own_interfaces() == {"10.77.0.3": Interface("data0", "10.77.0.3", "10.77.0.2/31")}
 
 
 def test_several_subnets() -> None:
@@ -219,27 +153,6 @@ def test_the_end_of_the_launcher_ends_all_the_group(beside: list[Running], end: 
     else:
         process.send_signal(signal.Signals[end])
     assert all(gone(pid, 4) for pid in pids)
-
-
-SLOW_START = """
-import subprocess, sys, time
-from horovod.runner.util import remote_exec
-
-class SlowPopen(subprocess.Popen):
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        time.sleep(0.5)
-
-subprocess.Popen = SlowPopen
-sys.exit(remote_exec.run(*sys.argv[1:]))
-"""
-
-
-@pytest.mark.parametrize("end", ["TERM", "HUP"])
-def test_a_signal_while_the_command_starts_ends_it_too(beside: list[Running], end: str) -> None:
-    process = start(beside, f"kill -{end} $PPID; echo $$; exec sleep 20", arguments=("-c", SLOW_START))
-    assert gone(int(line_of(process)), 4)
-    assert process.wait(10) == 128 + signal.SIGTERM
 
 
 @pytest.mark.distributed

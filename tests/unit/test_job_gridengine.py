@@ -74,15 +74,6 @@ def unsaved(folder: Path) -> str:
     return (folder / "runs/train-8/unsaved").read_text()
 
 
-def test_mpirun_gets_the_jobs_hosts_and_the_command(folder: Path) -> None:
-    assert run(folder, "exit 3") == 3
-    words = (folder / "arguments").read_text().splitlines()
-    assert words[:4] == ["-np", "4", "-H", "a:2,b:2"]
-    assert words[-3:] == ["python", "train.py", "a b"]
-    assert words[words.index("--output-filename") + 1] == "runs/train-7"
-    assert (folder / "runs/train-7").is_dir()
-
-
 def test_of_the_shell_that_submits_the_job_takes_its_path_only(folder: Path) -> None:
     """Grid Engine shows to everybody what is exported, secrets as well."""
     options = [line.split() for line in SCRIPT.read_text().splitlines() if line.startswith("#$ -")]
@@ -90,12 +81,6 @@ def test_of_the_shell_that_submits_the_job_takes_its_path_only(folder: Path) -> 
     assert not [words for words in options if {"-v", "-V"} & set(words)]
     assert run(folder, 'echo "$PATH" > path') == 0
     assert (folder / "path").read_text().endswith(":/of/who/submits\n")
-
-
-def test_a_job_that_has_saved_submits_itself(folder: Path) -> None:
-    assert run(folder, "exit 75", repeats=2) == 75
-    assert submitted(folder) == "7"
-    assert unsaved(folder) == "0\n"
 
 
 def test_a_job_that_may_not_submit_is_put_back(folder: Path) -> None:
@@ -127,13 +112,6 @@ def test_a_lost_host_has_the_job_repeated_three_times_in_a_row(folder: Path) -> 
     (folder / "submitted").unlink()
     assert run(folder, "exit 1", limit="3600", repeats=3) == 1
     assert not submitted(folder)
-
-
-def test_ranks_that_fail_when_they_are_told_to_save_are_repeated(folder: Path) -> None:
-    killed = "trap 'touch told; exit 140' USR2; while :; do sleep 0.02; done"
-    assert run(folder, killed, limit="3", grace_s=2) == 75
-    assert (folder / "told").exists()
-    assert unsaved(folder) == "1\n"
 
 
 @pytest.mark.parametrize(

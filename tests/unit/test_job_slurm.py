@@ -102,13 +102,6 @@ def test_the_code_of_the_rank_that_ended_first_counts(tmp_path: Path, first: int
     assert batch.is_requeued == again
 
 
-def test_a_job_that_has_lost_a_node_comes_back(tmp_path: Path) -> None:
-    (tmp_path / "node-is-lost").touch()
-    batch = Batch(tmp_path, "exit 1")
-    assert batch.code() == 0
-    assert batch.is_requeued
-
-
 @pytest.mark.parametrize("lost", [True, False])
 def test_starts_that_do_not_save_are_repeated_three_times_in_a_row(tmp_path: Path, lost: bool) -> None:
     if lost:
@@ -134,15 +127,6 @@ def test_a_signal_that_comes_as_the_ranks_are_started_reaches_them(tmp_path: Pat
     assert batch.is_requeued
 
 
-def test_processes_of_a_rank_that_do_not_handle_usr2_go_on(tmp_path: Path) -> None:
-    stand_in(tmp_path, "python", "sleep 0.3; touch saved; exit 75")
-    step = 'while [ "$1" != bash ]; do shift; done; "$@" & rank=$!; trap "kill -USR2 $rank" USR2'
-    batch = Batch(tmp_path, f"{step}; while kill -0 $rank; do wait $rank; code=$?; done; exit $code")
-    batch.signal(signal.SIGUSR2)
-    assert batch.code() == 0
-    assert (tmp_path / "saved").exists()
-
-
 def test_ranks_that_do_not_ignore_usr2_yet_are_told_later(tmp_path: Path) -> None:
     # Slurm sends it as soon as the ranks are started, and those that have not come to their first line would end by it.
     (tmp_path / "runs/train-17").mkdir(parents=True)
@@ -154,14 +138,6 @@ def test_ranks_that_do_not_ignore_usr2_yet_are_told_later(tmp_path: Path) -> Non
     assert batch.code() == 0
     assert batch.is_requeued
     assert (tmp_path / "runs/train-17/unsaved").read_text() == "0\n"
-
-
-def test_each_rank_says_that_it_ignores_usr2(tmp_path: Path) -> None:
-    stand_in(tmp_path, "python", "kill -USR2 $$; touch survived")
-    step = 'while [ "$1" != bash ]; do shift; done; SLURM_PROCID=2 "$@"'
-    Batch(tmp_path, step, ready="").code()
-    assert [path.name for path in (tmp_path / "runs/train-17").glob("ready-*")] == ["ready-2"]
-    assert (tmp_path / "survived").exists()
 
 
 @pytest.mark.parametrize(("refusals", "code"), [(3, 0), (4, 75)])
@@ -177,29 +153,3 @@ def test_a_job_that_is_cancelled_does_not_come_back(tmp_path: Path) -> None:
     batch.signal(signal.SIGTERM)
     assert batch.code() == 75
     assert not batch.is_requeued
-
-
-def test_the_step_gets_the_command_and_a_log_for_each_rank(tmp_path: Path) -> None:
-    Batch(tmp_path, "exit 0").code()
-    words = (tmp_path / "srun-arguments").read_text().splitlines()
-    assert words[-4:] == ["python", "train.py", "--checkpoint", "runs/a b"]
-    assert "--mpi=pmix" in words
-    assert "--output=runs/train-17/rank-%t.log" in words
-    assert (tmp_path / "runs/train-17").is_dir()
-
-
-def test_torchruns_variables_are_set_for_each_rank(tmp_path: Path) -> None:
-    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_PORT PYTHONUNBUFFERED"
-    stand_in(
-        tmp_path, "python", f'for name in {names}; do echo $name=${{!name}}; done > variables; echo "$@" >> variables'
-    )
-    Batch(tmp_path, 'shift 5; SLURM_PROCID=3 SLURM_LOCALID=1 exec "$@"', "slurm-torchrun.sbatch").code()
-    assert (tmp_path / "variables").read_text().splitlines() == [
-        "RANK=3",
-        "LOCAL_RANK=1",
-        "WORLD_SIZE=4",
-        "LOCAL_WORLD_SIZE=2",
-        "MASTER_PORT=20017",
-        "PYTHONUNBUFFERED=1",
-        "train.py --checkpoint runs/a b",
-    ]

@@ -11,21 +11,19 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import trainer
 from trainer.errors import ConfigError, LaunchError
 from trainer.ops.launch.keepers import Keepers
 from trainer.ops.launch.launch import _dump_call
 from trainer.ops.launch.outcome import CALL, Outcome, RankTracebackError, conclude, dumps, read_outcomes
-from trainer.ops.launch.output import Output, Tags, tag_output
+from trainer.ops.launch.output import Tags
 from trainer.ops.supervise.hosts import parse_hosts
 
 LOCK = threading.Lock()
@@ -122,13 +120,6 @@ def outcomes_in(folder: Path) -> list[Outcome]:
     return [outcome for file in folder.glob("outcome-*") for outcome in read_outcomes(io.BytesIO(file.read_bytes()))]
 
 
-@pytest.mark.distributed
-def test_a_rank_leaves_its_result(tmp_path: Path) -> None:
-    done = call_rank(tmp_path / "a", _by_value(lambda a, b: (a, b)), 1, {"two": torch.ones(2)})
-    (result,) = conclude(*DONE, outcomes_in(tmp_path / "a"))
-    assert (done.returncode, result[0], result[1]["two"].tolist()) == (0, 1, [1.0, 1.0])
-
-
 def test_an_exception_comes_with_its_traceback_rank_and_host(tmp_path: Path) -> None:
     # As a cell of a notebook: its source is in no file.
     source = "def fail(value):\n    return 1 / value\n"
@@ -168,15 +159,6 @@ def test_a_result_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1
     with pytest.raises(trainer.TrainerError, match=r"cannot send back the result of rank 0: .*_thread.lock"):
         conclude(*FAILED, outcomes_in(tmp_path / "a"))
-
-
-@pytest.mark.parametrize(("code", "written"), [(0, 1), (None, 1), (3, 0)])
-def test_sys_exit_ends_the_function_and_has_no_result_after_a_failure(
-    tmp_path: Path, code: int | None, written: int
-) -> None:
-    done = call_rank(tmp_path / "a", sys.exit, code)
-    assert done.returncode == (code or 0)
-    assert len(outcomes_in(tmp_path / "a")) == written
 
 
 def outcome(rank: int, value: object = None, **others: Any) -> Outcome:
@@ -247,46 +229,6 @@ def test_the_function_goes_to_other_hosts_and_outcomes_come_back(other_host: Pat
     assert not keepers.folder.exists()
 
 
-def wait_until(folder: Path, *, is_there: bool) -> None:
-    deadline = time.monotonic() + 4  # before the ranks are killed
-    while folder.exists() != is_there:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def test_where_the_caller_was_killed_the_folder_is_the_first_to_go(other_host: Path, tmp_path: Path) -> None:
-    keepers, there = keepers_of("elsewhere:1", tmp_path), other_host / "launch"
-    with keepers.keep(b"function"):
-        (there / "outcome-0").touch()
-        (shell,) = keepers._shells
-        assert shell.stdin is not None
-        shell.stdin.close()  # as its end does
-        shell.stdin = None
-        wait_until(there, is_there=False)
-        assert shell.poll() is None, "it still has the ranks to end"
-
-
-def test_where_the_caller_was_killed_before_it_had_sent_the_function_no_folder_stays(
-    other_host: Path, tmp_path: Path
-) -> None:
-    shell = keepers_of("elsewhere:1", tmp_path)._start(parse_hosts("elsewhere:1")[0], 8)
-    wait_until(other_host / "launch", is_there=True)
-    for pipe in (shell.stdout, shell.stderr, shell.stdin):
-        assert pipe is not None
-        pipe.close()
-    wait_until(other_host / "launch", is_there=False)
-    shell.wait(timeout=20)
-
-
-def test_a_host_with_two_names_has_one_folder(other_host: Path, tmp_path: Path) -> None:
-    (other_host.parent / "bin" / "ssh").write_text(SSH.replace("/there/", "/here/"))
-    keepers = keepers_of("localhost:1,elsewhere:1", tmp_path)
-    with keepers.keep(b"function"):
-        (keepers.folder / "outcome-0").write_bytes(b"zero,")
-        assert keepers.collect() == b"zero,"
-    assert not keepers.folder.exists()
-
-
 def test_a_host_that_cannot_take_the_function_is_named(other_host: Path, tmp_path: Path) -> None:
     why = "cannot be sent to host nowhere: ssh: Could not resolve hostname"
     with (
@@ -303,16 +245,6 @@ def test_a_host_that_cannot_take_the_function_is_named(other_host: Path, tmp_pat
     ):
         pass
     assert [path.name for path in (tmp_path / "bin").iterdir()] == ["ssh"]
-
-
-def test_all_that_a_job_has_printed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    with Output() as output:
-        os.write(output.streams[1], b"[0]<stdout>:one\n")
-        assert output.print()
-        assert not output.print()
-        os.write(output.streams[2], b"[1]<stderr>:" + b"x" * 60_000 + b"[")
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("[0] one\n", f"[1] {'x' * 60_000}[")
 
 
 @pytest.mark.parametrize(
@@ -333,27 +265,3 @@ def test_all_that_a_job_has_printed_is_shown(capsys: pytest.CaptureFixture[str])
 def test_the_launchers_marks_become_a_rank_in_brackets(pieces: Sequence[bytes], shown: str) -> None:
     tags = Tags()
     assert "".join(map(tags.text, [*pieces, b""])) == shown
-
-
-def test_a_rank_of_torchrun_says_who_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffers = {name: io.BytesIO() for name in ("stdout", "stderr")}
-    for name, buffer in buffers.items():
-        monkeypatch.setattr(sys, f"__{name}__", None)
-        monkeypatch.setattr(sys, name, io.TextIOWrapper(buffer, encoding="utf-8"))
-    tag_output(3)
-    print("one", 2)
-    print("a\nb", end="")
-    print("", end="")
-    print("c\r\nd\r\n")
-    sys.stderr.write("\r 10%\r 20%")
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    assert buffers["stdout"].getvalue() == b"[3] one 2\n[3] a\n[3] bc\r\n[3] d\r\n[3] \n"
-    assert buffers["stderr"].getvalue() == b"[3] \r[3]  10%\r[3]  20%"
-    assert sys.__stderr__ is sys.stderr
-
-
-def test_importing_the_package_loads_no_cloudpickle() -> None:
-    code = "import sys, trainer; print('cloudpickle' in sys.modules); trainer.launch; print('torch' in sys.modules)"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert shown.stdout.split() == ["False", "False"]

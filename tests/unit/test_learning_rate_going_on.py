@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from tests.unit.blobs import blobs, network
 from trainer import Callback, CheckpointConfig, ConfigError, EpochRecord, FitContext, Trainer, TrainerConfig
@@ -46,6 +46,7 @@ class Fit(Callback):
                 device="cpu", batch_size=10, accumulate=ranks, decay=decay, warmup_epochs=warmup, log_every_updates=1
             ),
             lr_scheduler=self.schedule,
+            lr_scheduler_per="epoch" if kind == "plateau" else "update",
             callbacks=[self],
             output=None,
             progress=False,
@@ -78,6 +79,10 @@ class Fit(Callback):
 
 
 def _scheduler(kind: str, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    if kind == "plateau":
+        return ReduceLROnPlateau(optimizer, patience=0, factor=0.1, threshold=1e6)
+    if kind == "one cycle":
+        return OneCycleLR(optimizer, max_lr=[0.1, 1.0], total_steps=2 * UPDATES)
     return StepLR(optimizer, 3, gamma=0.5) if kind else None
 
 

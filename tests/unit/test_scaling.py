@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import replace
@@ -11,8 +10,8 @@ from typing import Any
 
 import pytest
 from scaling.advice import Known, Measured, advise, summarize
-from scaling.low_rank import LowRank, measure_low_rank
-from scaling.report import render_text, write_json, write_page
+from scaling.low_rank import LowRank
+from scaling.report import render_text, write_page
 from scaling.results import Results
 from scaling.runs import Run, Trial
 
@@ -50,23 +49,6 @@ def test_advice_has_its_predicted_gain() -> None:
     assert f"Advice: accumulate 8 (a global batch 8 times as large) for about {gain} ×, or use bf16" in text
 
 
-def test_compressed_rounds_are_advised_where_they_gain_a_fifth_more_than_either() -> None:
-    run, known = measured(compute=0.1, exchange=4.0), Known(low_rank_s=0.2)
-    best, *others = advise(run, [], known)
-    assert best.options == ("--sync-every", "4", "--compression", "powersgd:8")
-    assert best.gain == pytest.approx(4.1 / (0.1 + 0.2 / 4))
-    assert best.gain >= 1.2 * max(advice.gain for advice in others)
-    # Where powersgd is not advised because its messages would wait for time slices, its rounds are not.
-    shared = measured(compute=0.1, exchange=0.4, threads=4, cores=2)
-    assert all(len(advice.options) == 2 for advice in advise(shared, [], Known(low_rank_s=0.35)))
-
-
-def test_a_script_that_accumulates_already_is_to_take_more_steps_than_it_does() -> None:
-    (found, *_) = advise(measured(exchange=0.1), [], Known(accumulate=4))
-    assert found.what == "accumulate 16 (a global batch 4 times as large)"
-    assert found.gain == pytest.approx(0.2 / (0.1 + 0.1 / 4))
-
-
 @pytest.mark.parametrize(
     ("settings", "left"),
     [
@@ -92,19 +74,6 @@ def test_a_predicted_gain_is_to_be_larger_than_a_measured_one() -> None:
     found = advise(run, others, Known(low_rank_s=0.001))
     assert [one.what for one in found] == ["stay with 1x2 (horovod)", "take strategy ring"]
     assert found[1].gain == pytest.approx(1.15)
-
-
-def test_low_rank_gradients_are_to_gain_more_where_ranks_share_cores() -> None:
-    """Each of their two messages waits for time slices."""
-
-    def advised(gain: float, threads: int) -> bool:
-        run = measured(exchange=0.1, compute=0.1, threads=threads, cores=2)
-        found = advise(run, [], Known(low_rank_s=0.2 / gain - 0.1))
-        return any("powersgd" in one.what for one in found)
-
-    assert advised(1.3, threads=2)
-    assert not advised(1.3, threads=4)
-    assert advised(1.6, threads=4)
 
 
 @pytest.mark.parametrize(
@@ -166,14 +135,6 @@ def test_advice_with_an_option_can_be_tried(results: Results) -> None:
     assert trials["--compression", "powersgd:8"].base == pytest.approx(400 / 2.2)
 
 
-def test_the_messages_of_powersgd_are_counted_and_its_computing_is_timed() -> None:
-    found = measure_low_rank([[300, 200], [200], [40, 300]], 1, "cpu")
-    # The left factors beside what is sent whole and which gradients there are, then the right factors of both matrices.
-    assert found.messages == (4 * (8 * (300 + 40) + 200 + 3), 4 * 8 * (200 + 300))
-    assert 0 < found.seconds < 5
-    assert measure_low_rank([[7], []], 1, "cpu").messages == (40,)
-
-
 @pytest.fixture
 def partial_results(results: Results) -> Results:
     """Results of an interrupted test, with a trial and with failures."""
@@ -187,22 +148,6 @@ def partial_results(results: Results) -> Results:
     results.baselines.alone[50, 1] = []  # interrupted before the first run
     results.interrupted = True
     return results
-
-
-def test_json_has_rows_runs_and_failures(partial_results: Results, tmp_path: Path) -> None:
-    partial_results.low_rank = LowRank(messages=(40_000, 30_000), seconds=0.1)
-    write_json(tmp_path / "s.json", partial_results)
-    written = json.loads((tmp_path / "s.json").read_text())
-    assert [row["measured"]["samples_per_s"] for row in written["rows"]] == pytest.approx([1250, 400 / 2.2])
-    assert len(written["runs"]) == 7
-    assert written["low_rank"] == {"messages": [40_000, 30_000], "seconds": 0.1}
-    assert written["interrupted"] is True
-    assert [problem.split(": ", 1)[1] for problem in written["problems"]] == [
-        "no <such> host", "connection lost", "no route",
-    ]  # fmt: skip
-    (tried, _) = written["tried"]
-    assert tried["promised"]["base"] == pytest.approx(400 / 2.2)
-    assert tried["promised"]["advice"]["options"] == ["--accumulate", "8"]
 
 
 def test_text_and_page_have_the_same_content(partial_results: Results, tmp_path: Path) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
-from scaling.baselines import messages_of
 from scaling.models import MODELS, Link, Network, Rank, Shape, hierarchical, model_of, parameter_server, predict, ring
 
 
@@ -79,36 +77,3 @@ def test_a_step_is_compute_and_the_exposed_exchange() -> None:
     assert predict(rank, Shape(hosts=1, per_host=1), network, "ring").exposed == 0
     assert predict(replace(rank, messages=1), FOUR, network, "ring").exposed == predicted.exchange  # sent at the end
     assert predict(replace(rank, accumulate=4), FOUR, network, "ring").exchange == predicted.exchange / 4
-
-
-def test_ranks_wait_for_the_slowest_of_them() -> None:
-    uniform = tuple((at + 0.5) / 100 for at in range(100))  # the expected maximum of N uniform values is N/(N+1)
-    rank = Rank(input=0, compute=0.5, window=0, gradient_bytes=4, step_groups=uniform)
-    assert [rank.expected_wait(count) for count in (1, 2, 4, 64)] == pytest.approx(
-        [0, 2 / 3 - 1 / 2, 4 / 5 - 1 / 2, 64 / 65 - 1 / 2], abs=1e-3
-    )
-    network = Network(local=linear_link(0, 0), remote=linear_link(0, 0))
-    assert predict(rank, FOUR, network, "ring").step == pytest.approx(0.8, abs=1e-3)
-
-
-def test_on_shared_cores_waiting_is_what_was_measured_beside_computing() -> None:
-    rank = Rank(input=0, compute=0.5, window=0, gradient_bytes=4, step_groups=(0.1, 0.9))
-    network = Network(local=linear_link(0.01, 0), remote=linear_link(0.01, 0))
-    parts = predict(rank, FOUR, network, "ring", threads_per_core=2)
-    measured = predict(rank, FOUR, network, "ring", threads_per_core=2, together=1.5)
-    assert (measured.compute, measured.exposed) == (parts.compute, parts.exposed)
-    assert (parts.compute, parts.exposed) == pytest.approx((1.0, 0.06))
-    assert (measured.waiting, measured.step) == pytest.approx((0.44, 1.5))
-
-
-@pytest.mark.parametrize(
-    ("shapes", "element_size", "messages"),
-    [
-        ([[262_144], [786_432], [10]], 4, 1),  # 4 MiB are full with the first, which comes last
-        ([[10], [786_432], [262_144]], 4, 2),
-        ([[10], [786_432], [262_144]], 2, 1),
-    ],
-)
-def test_messages_are_the_buckets(shapes: list[list[int]], element_size: int, messages: int) -> None:
-    size = element_size * sum(math.prod(shape) for shape in shapes)
-    assert messages_of({"gradient_shapes": shapes, "gradient_bytes": size}) == messages

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,21 +27,6 @@ def test_hosts_and_the_least_number_of_ranks_follow_from_np() -> None:
     options = parse("-np", "3", "--torchrun", "python", "-m", "my.training")
     assert (options.hosts, options.min_np) == ((Host("localhost", 3),), 3)
     assert (options.launcher, options.name) == ("torchrun", "my.training")
-
-
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
-        (("python", "-W", "ignore", "a/b.py", "c.py"), "b"),
-        (("./train",), "train"),
-        (("python", "-m"), "python"),
-        (("python", "train.py", "-m", "seed=1,2"), "train"),
-        (("python", "-X", "dev", "my script.py"), "my-script"),
-        (("./\n",), "train"),
-    ],
-)
-def test_the_folder_is_named_after_the_script(command: tuple[str, ...], name: str) -> None:
-    assert parse("-np", "1", "--", *command).name == name
 
 
 @pytest.mark.parametrize(
@@ -99,9 +82,3 @@ def test_hosts_are_read_as_horovodrun_reads_them() -> None:
 def test_hosts_that_are_not_valid_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="-H has"):
         parse_hosts(text)
-
-
-def test_the_command_starts_without_pytorch() -> None:
-    script = "import sys, trainer.cli; print(sorted({'torch', 'numpy', 'psutil'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "[]\n"

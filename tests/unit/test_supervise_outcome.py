@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 
-from trainer.ops.supervise.attempt import Running, find_dead
+from trainer.ops.supervise.attempt import find_dead
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.options import Options
 from trainer.ops.supervise.outcome import Attempt, Judgement, judge
-from trainer.ops.supervise.remote import Answer
-from trainer.ops.supervise.signals import Signals
 from trainer.watch.heartbeat import LOST_PEER, MISTAKE, Heartbeat
 from trainer.watch.job_folder import DIFFERENT, HANG, JobVerdict
 
@@ -137,22 +134,6 @@ def test_a_rank_that_has_lost_another_one_is_not_the_cause(
             assert told.text == said.format(guilty, "abc"[guilty])
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_where_only_those_that_lost_another_one_have_said_something_they_are_not_blamed(order: Sequence[int]) -> None:
-    first, second, third = order
-    early = rank(third, phase="done")
-    told = judged(
-        rank(first, error=LOST_PEER), rank(second, error=LOST_PEER, phase="done"), early, codes=[1], dead=[first]
-    )
-    lost = " and ".join(f"rank {number} on {'abc'[number]}" for number in sorted((first, second)))
-    text = f"{lost} lost another rank in update 10, after rank {third} on {'abc'[third]} had ended"
-    assert told == Judgement("failed", text)
-    told = judged(*(rank(number, error=LOST_PEER) for number in order), codes=[1], dead=[first])
-    assert told == Judgement(
-        "failed", f"rank 0 on a and rank 1 on b and rank 2 on c lost another rank in update 10{ADVICE}"
-    )
-
-
 def test_on_one_host_nothing_between_hosts_is_to_be_looked_for() -> None:
     assert judge(Attempt(hosts=(Host("localhost", 4),), codes=[1])).text.endswith(", before a rank had joined")
 
@@ -181,26 +162,3 @@ def test_those_that_a_launcher_has_ended_are_not_taken_for_the_cause(
     seen: list[int], gone: set[int], asked: set[int], host_of: dict[int, str], first: list[int]
 ) -> None:
     assert list(find_dead(seen, gone, asked, host_of)) == first
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("guilty_is_here", [True, False])
-def test_of_an_attempt_the_rank_is_named_that_died_without_a_word(order: Sequence[int], guilty_is_here: bool) -> None:
-    """One that had lost another rank died first, and one was left and had to be killed."""
-    first, killed, guilty = order
-    hosts = (Host("localhost", 2 + guilty_is_here), *([] if guilty_is_here else [Host("b", 1)]))
-    place = dict.fromkeys(order, "localhost") | {guilty: hosts[-1].name}
-    started = Attempt(hosts=hosts, codes=[1])
-    options = Options(np=3, hosts=hosts, min_np=1, command=("python", "train.py"))
-    running = Running(started, "job", options, Signals((), ()))
-    states = {number: rank(number) for number in order} | {first: rank(first, error=LOST_PEER)}
-    for number in order:
-        running.note(place[number], states[number])
-    started.dead, running._killed = (first,), {killed}
-    answers = [
-        Answer(host=host.name, ranks=tuple(states[number] for number in order if place[number] == host.name))
-        for host in hosts
-    ]
-    running._conclude(answers)
-    name = f"rank {guilty} on {place[guilty]}"
-    assert started.judgement.text == f"{name} died without a word in update 10"

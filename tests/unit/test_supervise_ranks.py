@@ -1,10 +1,9 @@
-"""An attempt while it runs: which ranks have died, whether any makes progress, and hosts that stop to answer."""
+"""An attempt while it runs: whether any rank makes progress, and hosts that stop to answer."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from trainer.ops.supervise.signals import Signals
 from trainer.watch.heartbeat import Heartbeat
 
 HOSTS = (Host("localhost", 1), Host("b", 1))
-Note = Callable[..., None]
 
 
 @pytest.fixture
@@ -40,32 +38,6 @@ def heartbeat(number: int, process: int, **reported: Any) -> Heartbeat:
     return Heartbeat(pid=process, rank=number, **values)
 
 
-def ended_process() -> int:
-    process = os.fork()
-    if process == 0:
-        os._exit(0)
-    os.waitpid(process, 0)
-    return process
-
-
-def test_ranks_that_are_gone_are_dead_unless_they_had_ended(running: Running, attempt: Attempt) -> None:
-    running.note("localhost", heartbeat(0, os.getpid()))
-    running.note("localhost", heartbeat(1, ended_process()))
-    running.note("localhost", heartbeat(2, ended_process(), phase="done"))
-    running.note("localhost", heartbeat(3, ended_process(), phase="preempted"))
-    running.read()
-    assert (attempt.dead, attempt.left) == ([1], [2, 3])
-    running.note("localhost", heartbeat(4, ended_process()))
-    running.read()
-    assert attempt.dead == [1], "those that die later have followed the first"
-
-
-def test_a_rank_of_another_host_is_not_looked_for_here(running: Running, attempt: Attempt) -> None:
-    running.note("b", heartbeat(1, ended_process()))
-    running.read()
-    assert attempt.dead == ()
-
-
 @pytest.mark.parametrize(
     ("reported", "is_idle"),
     [
@@ -83,14 +55,6 @@ def test_a_job_hangs_once_no_working_rank_has_reported_progress(
     if reported is not None:
         running.note("localhost", heartbeat(0, os.getpid(), **{**reported, "progress_s": now + reported["progress_s"]}))
     assert (running.idle_s is not None) == is_idle
-
-
-def test_updates_span_all_ranks(running: Running, attempt: Attempt) -> None:
-    before = attempt.updates
-    running.note("localhost", heartbeat(0, os.getpid(), updates=20, first_update=11, first_update_s=5.0))
-    running.note("b", heartbeat(1, 1, updates=21, first_update=11, first_update_s=900.0))
-    running.note("b", heartbeat(2, 1))
-    assert (before, attempt.updates, attempt.first_update_at) == (None, (11, 21), 5.0)
 
 
 def test_a_host_that_stops_to_answer_is_lost(

@@ -1,26 +1,22 @@
-"""Where the time of a step goes: the arithmetic, and delays in one process; `checks_timing` has those between ranks."""
+"""Where the time of a step goes: the arithmetic, and training in one process; `checks_timing` has it between ranks."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import timed as timed_script
 import torch
 from scaling.epoch_timing import EpochTiming, RankTimes, StepTimes, summarize
-from scaling.timed_strategy import StepTimer, _step_times, timed
+from scaling.timed_strategy import timed
 from torch.utils.data import TensorDataset
 
-from tests.distributed.harness import ROOT
-from trainer import InMemory, RunConfig, ShardedLoader, Trainer, TrainerConfig, init, strategies
+from trainer import Trainer, TrainerConfig, init
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
 from trainer.strategies import choose_strategy
-from trainer.strategies.gradients import Synchronizer
 from trainer.strategies.single import SingleStrategy
 
 
@@ -67,13 +63,6 @@ def test_an_exchange_that_no_rank_waits_for_is_hidden() -> None:
     assert summary(rank((1.0, 0.0, 0.2))).hidden is None
 
 
-def test_the_window_is_weighed_by_bytes() -> None:
-    row = _step_times(0.0, 0.1, [(1.0, 100), (3.0, 300)], 3.5, 4.0, 10)
-    assert row.window == pytest.approx(2.0 * 100 / 400)
-    assert (row.blocked, row.input, row.step) == (0.5, 0.1, 4.0)
-    assert _step_times(0.0, 0.1, [(1.0, 100)], None, 4.0, 10).blocked == 0.0
-
-
 Timed = Callable[..., list[dict[str, Any]]]
 
 
@@ -102,29 +91,6 @@ def test_an_epoch_ends_with_a_whole_update(time_training: Timed) -> None:
     # Six steps are two updates of four, and five to warm up likewise.
     assert [(epoch["steps"], epoch["updates"]) for epoch in (first, second)] == [(8, 2), (8, 2)]
     assert first["workers"] == 0
-
-
-def test_whole_rounds_are_measured_behind_the_full_updates(tmp_path: Path) -> None:
-    strategy = SingleStrategy(World())
-    timer = StepTimer(strategy, tmp_path / "timing.jsonl", 6)
-    config = RunConfig(full_updates=10, sync_every=4)
-    timer.watch_model(torch.nn.Linear(2, 3), Synchronizer(), config)
-    loader = ShardedLoader(InMemory(torch.zeros(1000, 1), torch.zeros(1000)), 1, world=World(), accumulate=2)
-    # 10 updates of two steps and a round of eight to warm up, then a round instead of six steps.
-    assert len(list(timer.epoch(loader, loader.steps()))) == 20 + 8 + 8
-
-
-def test_a_script_is_timed_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, script = tmp_path / "timing.jsonl", ROOT / "tests/distributed/job_that_is_timed.py"
-    monkeypatch.setattr(strategies, "wrapper", None)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for place, arguments in enumerate(([str(script)], ["-m", "tests.distributed.job_that_is_timed"])):
-        command = ["timed.py", "--steps", "3", str(file), *arguments, "single", "0", "0"]
-        monkeypatch.setattr(sys, "argv", command)
-        timed_script.main()
-        assert sys.argv[1:] == ["single", "0", "0"]
-        timing = [json.loads(line) for line in file.read_text().splitlines()][place]
-        assert (timing["strategy"], timing["steps"], timing["samples"]) == ("Single", 3, 30)
 
 
 def test_the_environment_can_choose_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,14 +75,6 @@ def test_every_rank_takes_its_share_of_the_cores(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "size", "takes"),
-    [("mpirun", 2, True), ("horovodrun", 4, True), ("mpirun", 1, False), ("torchrun", 2, False), ("srun", 2, False)],
-)
-def test_ranks_of_mpirun_take_a_session_each(host: Host, launcher: str, size: int, takes: bool) -> None:
-    assert ("session" in tune_host(ranks(size, launcher=launcher))) == takes
-
-
-@pytest.mark.parametrize(
     ("launcher", "omp_num_threads", "threads"),
     [
         ("mpirun", "1", []),
@@ -144,13 +136,6 @@ def test_between_ranks_of_one_host_large_gradients_are_not_copied_together(
     assert host.environment.get(FUSION) == ("4194304" if copies else None)
 
 
-def test_mpis_settings_are_not_set_under_gloo(host: Host) -> None:
-    host.environment["HOROVOD_CONTROLLER"] = "gloo"
-    assert "fusion" not in tune_all(ranks(2, launcher="horovodrun"))
-    assert "MPI's all-reduce" not in tune_all(World(size=4, local_size=2, launcher="horovodrun"))
-    assert not {FUSION, RULES, USE_RULES} & host.environment.keys()
-
-
 @pytest.mark.parametrize("name", [CYCLE_TIME, FUSION, IDLE, SINGLE_COPY, OPAL_PREFIX, PMIX_SECURITY])
 def test_nothing_is_set_over_what_the_user_set(host: Host, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(open_mpi, "single_copy_allowed", lambda: False)
@@ -181,12 +166,3 @@ def test_a_containers_cpu_quota_counts_as_its_cores(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(Path, "read_text", lambda _: cpu_max)
     assert host_cores.__wrapped__() == cores
-
-
-def test_under_srun_the_cores_are_those_of_the_job_on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4) if pid == 0 else range(64)))  # bound by Slurm
-    monkeypatch.setattr(Path, "read_text", lambda _: "max 100000")
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    for on_node, cores in (("16", 16), ("", 4)):
-        monkeypatch.setenv("SLURM_CPUS_ON_NODE", on_node)
-        assert host_cores.__wrapped__() == cores
