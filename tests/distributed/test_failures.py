@@ -55,15 +55,6 @@ def test_a_rank_that_leaves_early_does_not_hang_the_others(launcher: str) -> Non
     run_failing(launcher, "exit")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "mishap"), [slow("ring", "exit"), slow("parameter_server", "bug"), slow("ring", "bug"),
-                             slow("parameter_server", "exit")],
-)  # fmt: skip
-def test_a_rank_that_fails_under_a_strategy_of_ours_ends_the_job(strategy: str, mishap: str) -> None:
-    outcome = run_failing("mpirun", mishap, strategy)
-    assert ("ZeroDivisionError: the user's own bug" in outcome.output) == (mishap == "bug"), outcome.output
-
-
 @pytest.mark.parametrize("launcher", ["torchrun", slow("horovodrun-mpi"), slow("horovodrun-gloo")])
 def test_a_parameter_server_names_the_rank_that_hangs(launcher: str) -> None:
     outcome = run_failing(launcher, "hang", "parameter_server", env={"TRAINER_PARAMETER_SERVER_TIMEOUT_S": "3"})
