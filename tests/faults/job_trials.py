@@ -65,7 +65,7 @@ def draw(fault: str, launcher: str, rng: random.Random) -> Trial:
         place=rng.choice(AT_START if is_at_start else IN_UPDATE),
         # With a preparation, such as a full disk, not before a checkpoint is there for certain: the second has begun.
         update=0 if is_at_start else rng.randint(8 if later else 1, UPDATES - 8 - later),
-        number=rng.choice((-1, 1)) if "clock" in fault else rng.randint(1, _CALLS_OF_A_SAVE),
+        number=rng.randint(1, _CALLS_OF_A_SAVE),
     )
     return Trial(launcher, plan)
 
