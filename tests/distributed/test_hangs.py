@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +15,8 @@ import psutil
 import pytest
 
 from benchmarks.hangs import FAULTS, JOB, STRATEGIES, Trial, run_trial
-from tests.distributed.harness import processes_of, program
+from tests.distributed import harness
+from tests.distributed.harness import processes_of
 from tests.distributed.test_supervise import Supervised, command, supervised
 from tests.security.running import Running, running
 
@@ -93,14 +93,9 @@ def test_a_job_that_ends_because_its_ranks_differ_names_the_one_that_does(strate
 
 @contextmanager
 def on_two_hosts(folder: Path, fault: str, rank: int) -> Iterator[Running]:
-    """Context with a job of one rank on each of two hosts; the second is this one with processes of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    node = f"{program('torchrun')} --nnodes 2 --nproc-per-node 1 --rdzv-backend static --master-addr 127.0.0.1"
-    node += f" --master-port {port} --node-rank"
+    """Context with a job of one rank on each of two hosts."""
     job = f"{JOB} {fault} --rank {rank} --strategy ddp --hang-timeout 3"
-    both = f"{node} 0 {job} & unshare --pid --fork --mount-proc {node} 1 {job}; code=$?; wait $! && exit $code"
-    with running(["sh", "-c", both], folder=folder) as started:
+    with running(harness.on_two_hosts(job), folder=folder) as started:
         yield started
 
 

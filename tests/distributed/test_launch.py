@@ -9,14 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 import trainer
-from tests.distributed.harness import BIN, MARK, ROOT, processes_of
+from tests.distributed.harness import ROOT, kill_job, marked_environment, processes_of
 from tests.distributed.pages import Unit, launching_units
 from tests.terminal import Session, run_on_terminal
 
@@ -33,17 +32,8 @@ class Launches:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.temporary = folder / "tmp"
-        self.temporary.mkdir()
-
-    @property
-    def environment(self) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_"))}
-        # Without ours, as scripts/comm would hide the package `comm` from a notebook's kernel.
-        path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if str(ROOT) not in entry]
-        return inherited | {
-            MARK: str(self.folder), "TMPDIR": str(self.temporary), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *path]),
-        }  # fmt: skip
+        # Without scripts/, where the package comm would hide `comm` from a notebook's kernel.
+        self.environment = marked_environment(folder)
 
     def start(self, launcher: str) -> subprocess.Popen[bytes]:
         with (self.folder / "log").open("wb") as log:
@@ -71,11 +61,6 @@ class Launches:
     def files(self) -> list[str]:
         return [path.name for path in self.temporary.iterdir() if path.name.startswith("trainer-")]
 
-    def kill(self) -> None:
-        for process in processes_of(str(self.folder)):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
 
 @pytest.fixture
 def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
@@ -85,7 +70,7 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     monkeypatch.setattr("tempfile.tempdir", str(calls.temporary))
     monkeypatch.chdir(tmp_path)
     yield calls
-    calls.kill()
+    kill_job(str(tmp_path))
 
 
 def train(scale: float, *, offset: float) -> tuple[int, list[int], list[float]]:

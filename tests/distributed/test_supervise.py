@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.distributed.harness import BIN, MARK, ROOT, processes_of
+from tests.distributed.harness import ROOT, kill_job, marked_environment, processes_of
 from tests.terminal import Session, run_on_terminal
 
 pytestmark = pytest.mark.timeout(150)
@@ -52,19 +52,13 @@ class Supervised:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._log = folder / "log"
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_"))}
-        temporary = folder / "tmp"
-        temporary.mkdir()
-        self.environment = {
-            **inherited, MARK: str(folder), "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT),
-            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-        }  # fmt: skip
+        self.environment = marked_environment(folder)
 
-    def start(self, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "trainer", "run", *arguments], cwd=self.folder, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=subprocess.STDOUT, env=self.environment | dict(env or {}),
+                stdout=log, stderr=subprocess.STDOUT, env=self.environment,
             )  # fmt: skip
 
     def wait(self, process: subprocess.Popen[bytes]) -> Ended:
@@ -94,17 +88,12 @@ class Supervised:
             return bool(json.loads((self.folder / "progress.json").read_text())["update"])
         return False
 
-    def kill(self) -> None:
-        for process in processes_of(str(self.folder)):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
 
 @pytest.fixture
 def supervised(tmp_path: Path) -> Iterator[Supervised]:
     calls = Supervised(tmp_path)
     yield calls
-    calls.kill()
+    kill_job(str(tmp_path))
 
 
 def command(*arguments: str) -> tuple[str, ...]:

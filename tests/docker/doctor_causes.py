@@ -20,8 +20,8 @@ class Step:
 
     They run on the node as root ("shell") or as its user, in one of the node's namespaces ("net", "mount", "uts") with
     this machine's programs, or on this machine.
-    `{a}` and `{b}` stand for the nodes' addresses, `{container}` for the node's name, `{process}` for its first
-    process, `{root}` for the checkout.
+    `{a}` and `{b}` stand for the nodes' addresses, `{process}` for the node's first process,
+    `{root}` for the checkout.
     """
 
     place: Place
@@ -86,7 +86,7 @@ class Nodes(Cluster):
     def _run(self, step: Step, script: str) -> None:
         container, process = self.container(step.node), self._inspect(step.node, "{{.State.Pid}}")
         words = {node: self._inspect(node, "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}") for node in "ab"}
-        script = script.format(**words, container=container, process=process, root=ROOT)
+        script = script.format(**words, process=process, root=ROOT)
         command = {
             "shell": ["docker", "exec", "--user", "0", container],
             "user": ["docker", "exec", "--user", "1000", container],
