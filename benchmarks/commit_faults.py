@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.faults.trials import Outcome, Plan, run
+from tests.faults.trials import Outcome, run
 from trainer.watch.failure import report_failures
 
 
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.parse_args(arguments)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="trainer-commit-") as folder:
-        for outcome in run(Path(folder), Plan()):
+        for outcome in run(Path(folder)):
             outcomes.append(outcome)
             for problem in outcome.problems:
                 print(f"{outcome.fault}, {outcome.detail}: {problem}", file=sys.stderr)

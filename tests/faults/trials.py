@@ -44,14 +44,6 @@ _AT_CALLS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Which trials to run."""
-
-    every: int = 1
-    """A fault happens at every call, every second one, …"""
-
-
 @dataclass(kw_only=True)
 class Outcome:
     """What a trial has shown."""
@@ -84,10 +76,10 @@ class _Report:
         return next((line.removeprefix("error ") for line in self.lines if line.startswith("error ")), None)
 
 
-def run(folder: Path, plan: Plan) -> Iterator[Outcome]:
-    """Run trials in a process of their own, and return each one's outcome when it is known."""
+def run(folder: Path, every: int = 1) -> Iterator[Outcome]:
+    """Run trials in their own process, a fault at every call or every so many; yield the outcomes as they come."""
     environment = {**os.environ, "LD_PRELOAD": str(build(folder)), "PYTHONPATH": str(_ROOT)}
-    command = [sys.executable, "-m", "tests.faults.trials", str(folder), json.dumps(asdict(plan))]
+    command = [sys.executable, "-m", "tests.faults.trials", str(folder), str(every)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=_ROOT) as process:
         try:
             assert process.stdout
@@ -134,12 +126,12 @@ class Trials:
         for number in (1, 2):
             save(self._before, number)
 
-    def run(self, plan: Plan) -> Iterator[Outcome]:
+    def run(self, every: int) -> Iterator[Outcome]:
         report = self._save(Fault(action=Action.COUNT))
         calls = next(line for line in report.lines if line.startswith("calls ")).split()[1:]
         for name, fault in _AT_CALLS.items():
             for at, call in enumerate(calls, 1):
-                is_tried = call == "write" if fault.action == Action.SHORT_WRITE else at % plan.every == 0
+                is_tried = call == "write" if fault.action == Action.SHORT_WRITE else at % every == 0
                 if is_tried:
                     yield self._fault(name, Fault(action=fault.action, at=at, error=fault.error), call)
 
@@ -224,10 +216,8 @@ def _check_error(outcome: Outcome, fault: Fault, report: _Report) -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    plan = Plan(**json.loads(sys.argv[2]))
     torch.set_num_threads(1)  # a process is forked that has no other threads
-    for outcome in Trials(folder).run(plan):
+    for outcome in Trials(Path(sys.argv[1])).run(int(sys.argv[2])):
         print(json.dumps(asdict(outcome)), flush=True)
 
 
