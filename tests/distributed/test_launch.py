@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import signal
 import socket
@@ -15,6 +17,8 @@ import psutil
 import pytest
 
 import trainer
+from benchmarks.launching import PEERS
+from tests import requirements
 from tests.distributed.harness import ROOT, kill_job, marked_environment, processes_of
 from tests.distributed.pages import Unit, launching_units
 from tests.terminal import Session, run_on_terminal
@@ -199,6 +203,25 @@ def test_a_second_interrupt_ends_even_a_job_that_takes_its_time(launches: Launch
         time.sleep(1.0)
     assert process.wait(_ENDED_S) == 130
     launches.check_nothing_is_left()
+
+
+# Both say who the ranks are as torchrun does.
+@pytest.mark.parametrize("launcher", ["accelerate", pytest.param("elastic", marks=pytest.mark.slow)])
+def test_a_function_trains_where_another_library_starts_it(launches: Launches, launcher: str) -> None:
+    python = sys.executable
+    if launcher == "accelerate" and importlib.util.find_spec("accelerate") is None:
+        requirements.need("peers")
+        python = str(PEERS / "bin/python")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    script = ROOT / "tests" / "distributed" / "launched_by_others.py"
+    done = subprocess.run(
+        [python, str(script), launcher, str(launches.folder), str(port)],
+        capture_output=True, text=True, check=False, timeout=100, env=launches.environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert json.loads((launches.folder / f"weights-{rank}").read_text()) == ["torchrun", -4.0]
 
 
 @pytest.mark.parametrize("unit", launching_units(), ids=str)
