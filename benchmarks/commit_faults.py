@@ -1,12 +1,11 @@
 """Checkpoints on a disk that fails: which one is found afterwards, as a table in Markdown.
 
-    python benchmarks/commit_faults.py --random-kills 1000
+    python benchmarks/commit_faults.py
 
 Checkpoints 1 and 2 are there. A process saves 3 and removes 1, while it is killed, power is lost, or a call fails:
-at each call that changes a file, and at random moments. Then 3 has to be found if its `commit` had returned, and else
-2 or 3. Before a file of 3 is damaged, 2 and 3 are there; afterwards 2 has to be found, and the damaged file named.
-After each trial, the next save has to succeed and to leave nothing but two checkpoints. A trial in which one of this
-was not so counts as lost.
+at each call that changes a file. Then 3 has to be found if its `commit` had returned, and else 2 or 3. After each
+trial, the next save has to succeed and to leave nothing but two checkpoints. A trial in which one of this was not so
+counts as lost.
 
 It needs Linux and a C compiler, and takes a few minutes.
 """
@@ -19,7 +18,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.faults.trials import Outcome, Plan, run
+from tests.faults.trials import Outcome, run
 from trainer.watch.failure import report_failures
 
 
@@ -41,11 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--random-kills", type=int, default=100, metavar="N", help="(default: %(default)s)")
-    args = parser.parse_args(arguments)
+    parser.parse_args(arguments)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="trainer-commit-") as folder:
-        for outcome in run(Path(folder), Plan(random_kills=args.random_kills, damages=50)):
+        for outcome in run(Path(folder)):
             outcomes.append(outcome)
             for problem in outcome.problems:
                 print(f"{outcome.fault}, {outcome.detail}: {problem}", file=sys.stderr)

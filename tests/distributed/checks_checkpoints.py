@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainer import Checkpoints, ConfigError, InMemory, TrainerError, init
+from trainer import Checkpoints, ConfigError, InMemory, init
 from trainer.checkpoint.disk.committed import find
 from trainer.strategies.base import Strategy
 
@@ -184,19 +184,3 @@ def check_a_damaged_checkpoint_is_passed_over(strategy: Strategy) -> None:
         strategy.barrier()
         assert newest not in find(folder)
         assert older in find(folder)
-
-
-def check_a_checkpoint_that_cannot_be_written_ends_the_training_where_that_is_asked_for(strategy: Strategy) -> None:
-    with shared_folder(strategy) as folder:
-        for on_error in ("continue", "stop"):
-            training = Training(strategy)
-            checkpoints = training.checkpoints(folder / on_error, every_updates=2, on_error=on_error)
-            if (folder / on_error).exists() and strategy.world.is_root:
-                checkpoints._storage.error = TrainerError("the disk is full")
-            if on_error == "continue":
-                training.train()
-            else:
-                with pytest.raises(TrainerError, match="the disk is full; earlier checkpoints are kept"):
-                    training.train()
-            checkpoints.close()
-            strategy.barrier()

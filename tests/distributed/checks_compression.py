@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed import checks_checkpoints
-from tests.distributed.checks_checkpoints import Training, interrupt, shared_folder
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, make_trainer
 from tests.distributed.checks_local_training import goes_on
 from tests.distributed.reference import assert_equal, make_data, make_model, train_alone
@@ -63,23 +61,6 @@ def check_narrow_factors_train_and_are_the_same_on_all_ranks(strategy: Strategy)
 def check_compression_goes_on_from_a_checkpoint(strategy: Strategy) -> None:
     with all_matrices():
         goes_on(strategy, compression="powersgd:1", full_updates=2)
-
-
-def check_a_run_goes_on_under_another_compression(strategy: Strategy) -> None:
-    expected = Training(strategy).train()
-    for before, after in (("none", "bf16"), ("bf16", "fp16"), ("bf16", "powersgd:8"), ("powersgd:8", "bf16")):
-        with all_matrices(), pytest.MonkeyPatch.context() as patch, shared_folder(strategy) as folder:
-            patch.setattr(checks_checkpoints, "init", partial(init, compression=before, full_updates=0))
-            interrupt(strategy, folder, 5, every_updates=1)
-            patch.setattr(checks_checkpoints, "init", partial(init, compression=after, full_updates=0))
-            training = Training(strategy)
-            checkpoints = training.checkpoints(folder, every_updates=1)
-            assert checkpoints.resumed is not None
-            for weight, other in zip(training.train(), expected, strict=True):
-                torch.testing.assert_close(weight, other, rtol=0, atol=5e-3)
-            checkpoints.close()
-            strategy.barrier()
-        assert_same_on_all_ranks(strategy, nn.ParameterList(training.model.parameters()))  # without BatchNorm's buffers
 
 
 def check_powersgd_refuses_what_it_cannot_compress(strategy: Strategy) -> None:

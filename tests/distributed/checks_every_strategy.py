@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.distributed.reference import (
-    adam,
-    assert_equal,
-    fingerprint,
-    make_data,
-    make_model,
-    sgd,
-    tolerance,
-    train_alone,
-)
+from tests.distributed.reference import assert_equal, fingerprint, make_data, make_model, sgd, tolerance, train_alone
 from trainer import InMemory, Trainer, TrainerConfig, accuracy, init
 from trainer.cluster.world import World
 from trainer.models.sharded import gather
@@ -64,14 +53,6 @@ def sample_counts(world_size: int) -> dict[str, int]:
 
 def assert_same_on_all_ranks(strategy: Strategy, model: nn.Module) -> None:
     assert len(set(strategy.all_gather_object(fingerprint(model)))) == 1, "ranks have different weights"
-
-
-def check_each_rank_gets_a_share_of_the_cores_of_its_own(strategy: Strategy) -> None:
-    """Where Linux divides them among sessions."""
-    autogroup = Path("/proc/sys/kernel/sched_autogroup_enabled")
-    is_divided = autogroup.exists() and autogroup.read_text().strip() == "1"
-    if is_divided and strategy.world.launcher != "srun":
-        assert len(set(strategy.all_gather_object(os.getsid(0)))) == strategy.world.size
 
 
 def check_all_reduce_sums(strategy: Strategy) -> None:
@@ -129,12 +110,6 @@ def check_global_batch_norm_equals_one_process(strategy: Strategy) -> None:
     assert_same_on_all_ranks(strategy, model)
 
 
-def check_local_batch_norm_ends_the_same_on_all_ranks(strategy: Strategy) -> None:
-    model, data = make_model(batch_norm=True), make_data(3 * BATCH * strategy.world.size + 2)
-    make_trainer(strategy, model).fit(data, data, epochs=1)
-    assert_same_on_all_ranks(strategy, model)
-
-
 def check_weights_and_optimizer_state_come_from_rank_0(strategy: Strategy) -> None:
     model = make_model(seed=strategy.world.rank)
     optimizer = sgd(model)
@@ -162,14 +137,6 @@ def check_buffers_of_every_type_come_from_rank_0(strategy: Strategy) -> None:
     init(strategy).prepare(model, sgd(model))
     assert_same_on_all_ranks(strategy, model)
     assert bool(model.get_buffer("of_bool").all())
-
-
-def check_fresh_optimizer_takes_no_step_of_its_own(strategy: Strategy) -> None:
-    model = make_model()
-    before = fingerprint(model)
-    _, optimizer = init(strategy).prepare(model, adam(model))
-    assert fingerprint(model) == before
-    assert not optimizer.state
 
 
 def check_evaluation_counts_every_sample_once(strategy: Strategy) -> None:
@@ -235,9 +202,3 @@ def check_a_gradient_above_65504_is_infinite_in_fp16_and_not_in_bf16(strategy: S
         else:
             assert float(norm) == pytest.approx(2e6, rel=2**-7)
             assert gather(model.weight.grad).tolist() == [[pytest.approx(0.5, rel=2**-6)] * 4]
-
-
-def check_ranks_draw_different_random_numbers(strategy: Strategy) -> None:
-    make_trainer(strategy, make_model()).fit(make_data(BATCH * strategy.world.size), epochs=1)
-    drawn = strategy.all_gather_object(float(torch.rand(())))
-    assert len(set(drawn)) == strategy.world.size

@@ -12,14 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from examples.transformer import Block, Transformer
-from tests.distributed.checks_checkpoints import shared_folder
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, train_one
-from tests.distributed.reference import adam, assert_equal, make_data, make_model, sgd, train_alone
+from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
 from trainer import FsdpConfig, InMemory, init
-from trainer.cluster.world import World
 from trainer.models.sharded import gather, is_sharded
 from trainer.strategies.base import Strategy
-from trainer.strategies.single import SingleStrategy
 
 WIDTH, LENGTH = 24, 8
 
@@ -221,30 +218,3 @@ def check_a_whole_state_is_plain_pytorchs(strategy: Strategy) -> None:
         plain = make_transformer(seed=3)
         plain.load_state_dict(copy.deepcopy(state))
         assert_equal(plain, alone, 1e-11)
-
-
-def check_checkpoints_go_on_under_another_strategy_and_world_size(strategy: Strategy) -> None:
-    """From the shards of all ranks to one process, and back; Adam's moments and step are kept as well."""
-    batch = BATCH * strategy.world.size
-    data = make_data(3 * batch + 1)
-    expected = train_alone(make_model(), data, batch=batch, epochs=2, optimizers=adam)
-    single = SingleStrategy(World())
-    for order in ((strategy, single), (single, strategy)):
-        with shared_folder(strategy) as folder:
-            for epochs, one in enumerate(order, start=1):
-                model = make_model(seed=epochs)
-                if one is strategy or strategy.world.is_root:
-                    run = init(one)
-                    forward, optimizer = run.prepare(model, adam(model))
-                    loader = run.loader(data, global_batch_size=batch)
-                    checkpoints = run.checkpoints(folder)
-                    assert (checkpoints.resumed is None) == (epochs == 1)
-                    for _ in run.epochs(epochs):
-                        for inputs, targets in loader:
-                            optimizer.zero_grad()
-                            run.backward(F.cross_entropy(forward(inputs), targets))
-                            optimizer.step()
-                    checkpoints.close()
-                    if epochs == 2:
-                        assert_equal(model, expected, 1e-11)
-                strategy.barrier()

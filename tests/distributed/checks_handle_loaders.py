@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Subset, random_split
 
@@ -45,36 +41,6 @@ def check_a_global_batch_is_the_same_on_any_number_of_ranks(strategy: Strategy) 
             optimizer.step()
         assert_equal(model, expected, 1e-12)
         assert_same_on_all_ranks(strategy, model)
-
-
-class Sample(NamedTuple):
-    image: Tensor
-    label: Tensor
-
-
-def check_batches_of_any_kind(strategy: Strategy) -> None:
-    data = make_data(3 * BATCH * strategy.world.size + 1)
-    expected = train_alone(make_model(), data, batch=BATCH * strategy.world.size)
-
-    def dicts(index: int) -> Any:
-        return {"image": data.inputs[index], "label": data.targets[index]}
-
-    def triples(index: int) -> Any:
-        return data.inputs[index], index, data.targets[index]
-
-    def named(index: int) -> Any:
-        return Sample(data.inputs[index], data.targets[index])
-
-    for kind, image, label in ((dicts, "image", "label"), (triples, 0, 2), (named, 0, 1)):
-        model = make_model()
-        run = init(strategy)
-        forward, optimizer = run.prepare(model, sgd(model))
-        dataset = [kind(index) for index in range(len(data))]
-        for batch in run.loader(dataset, BATCH):
-            optimizer.zero_grad()
-            run.backward(F.cross_entropy(forward(batch[image]), batch[label]))
-            optimizer.step()
-        assert_equal(model, expected, 1e-12)
 
 
 def check_a_mean_over_tokens_is_one_over_those_of_all_ranks(strategy: Strategy) -> None:
@@ -136,17 +102,6 @@ def check_a_batch_that_counts_for_nothing_has_no_gradient(strategy: Strategy) ->
     assert_same_on_all_ranks(strategy, model)
 
 
-def check_an_evaluation_counts_every_sample_once_in_ones_own_loop(strategy: Strategy) -> None:
-    # A rank of a strategy that shards takes a step in which it has never had samples for a pass of the model.
-    few = () if strategy.shards else (1, strategy.world.size + 1)
-    for samples in (*few, strategy.world.size * BATCH + 1, 5 * BATCH * strategy.world.size + 3):
-        run, data = init(strategy), make_data(samples)
-        seen = [int(label) for _, labels in run.loader(data, BATCH, training=False) for label in labels]
-        assert int(run.all_reduce(len(seen), "sum")) == samples
-        gathered = list(itertools.chain.from_iterable(run.all_gather(seen)))
-        assert sorted(gathered) == sorted(data.targets.tolist())
-
-
 def check_a_split_that_each_rank_draws_by_itself_is_told(strategy: Strategy) -> None:
     torch.manual_seed(0)
     run = init(strategy)
@@ -173,25 +128,3 @@ def check_a_sampler_draws_the_order_for_all_ranks(strategy: Strategy) -> None:
     (batch,) = loader
     whole = [label for labels in run.all_gather(batch[1].tolist()) for label in labels]
     assert whole[:8] == make_data(8).targets.tolist()
-
-
-def check_a_prepared_model_can_be_copied_averaged_and_saved(strategy: Strategy) -> None:
-    model = make_model()
-    run = init(strategy)
-    forward, _ = run.prepare(model, sgd(model))
-    if strategy.shards:  # a copy is made of the whole state
-        whole = run.broadcast(run.state_dict(forward))
-        average = make_model(seed=2)
-        average.load_state_dict(whole)
-        assert torch.equal(average(make_data(2).inputs), forward(make_data(2).inputs.to(run.device)).cpu())
-        return
-    average = torch.optim.swa_utils.AveragedModel(forward)
-    average.update_parameters(forward)
-    file = io.BytesIO()
-    torch.save(forward, file)
-    file.seek(0)
-    inputs = make_data(2).inputs.to(run.device)
-    for one in (copy.deepcopy(forward), average, torch.load(file, weights_only=False)):
-        assert torch.equal(one(inputs), model(inputs))
-    without_length = nn.Linear(2, 1)
-    assert run.prepare(without_length)  # whether it is true is what torch.compile asks

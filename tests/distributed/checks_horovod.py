@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from unittest import mock
 
 import horovod.torch as hvd
@@ -17,7 +16,6 @@ from trainer import ConfigError, InMemory, init
 from trainer.data.shard_plan import mix_seeds, permutation
 from trainer.strategies import buckets
 from trainer.strategies.base import Strategy
-from trainer.tuning.host import host_cores
 
 BATCH, STEPS = 4, 15
 
@@ -41,18 +39,6 @@ def train_by_hand(model: nn.Module, data: InMemory, device: torch.device) -> Non
             optimizer.zero_grad()
             F.cross_entropy(model(data.inputs[index]), data.targets[index]).backward()
             optimizer.step()
-
-
-def check_who_waits_for_another_rank_sleeps(strategy: Strategy) -> None:
-    """Where ranks have fewer than two cores each; MPI waits by spinning elsewhere."""
-    value = torch.ones(1, device=strategy.world.device)
-    strategy.all_reduce(value)
-    began, busy = time.monotonic(), time.process_time()
-    if strategy.world.rank == strategy.world.size - 1:
-        time.sleep(1.0)
-    strategy.all_reduce(value)
-    if strategy.world.is_root and 2 * strategy.world.size > host_cores():
-        assert time.process_time() - busy < (time.monotonic() - began) / 6
 
 
 def check_trainer_equals_a_hand_written_loop_bit_for_bit(strategy: Strategy) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from tests.distributed import checks_checkpoints
@@ -74,22 +73,3 @@ def goes_on(strategy: Strategy, **settings: Any) -> None:
     tolerance = 1e-9 if strategy.world.size == 3 else 0.0
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-
-
-def check_parameters_of_any_type_are_averaged(strategy: Strategy) -> None:
-    for dtype in (torch.complex64, torch.bfloat16):
-        for options in ({"sync_every": 2}, {"compression": "powersgd:1"}):
-            run = init(strategy, full_updates=0, **options)
-            model = nn.Module()
-            model.weight = nn.Parameter(torch.full((16, 16), 16.0, dtype=dtype))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-            run.prepare(model, optimizer)
-            for _ in range(2):
-                optimizer.zero_grad()
-                run.backward((model.weight.abs() * (run.rank + 1)).sum().float())
-                optimizer.step()
-            mean = (run.world_size + 1) / 2  # of gradients that are as large as the ranks' numbers
-            expected = torch.tensor(16.0 - 0.5 * mean * 2.9)  # SGD with momentum goes 1 and then 1.9 gradients
-            assert_same_on_all_ranks(strategy, model)
-            found = model.weight.detach().abs().float().cpu()
-            torch.testing.assert_close(found, expected.expand(16, 16), rtol=0.02, atol=0)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
-from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
+from tests.distributed.reference import assert_equal, make_data, make_model, sgd
 from trainer import TrainerError, init
 from trainer.data.shard_plan import permutation
 from trainer.strategies.base import Strategy
@@ -48,20 +48,6 @@ def with_a_grad_scaler(model: nn.Module, optimizer: Any, backward: Callable[...,
         scaler.update()
 
 
-def with_gradients_changed_by_hand(
-    model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches
-) -> None:
-    for batch in batches:
-        optimizer.zero_grad(set_to_none=False)
-        backward(loss_of(model, batch))
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.data.clamp_(-0.05, 0.05)
-            parameter.grad = parameter.grad / (1 + parameter.grad.norm())
-        nn.utils.clip_grad_value_(model.parameters(), 0.04)
-        optimizer.step()
-
-
 def with_an_optimizer_that_was_not_prepared(
     model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches
 ) -> None:
@@ -70,25 +56,6 @@ def with_an_optimizer_that_was_not_prepared(
         other.zero_grad()
         backward(loss_of(model, batch))
         other.step()
-
-
-def with_sharpness_aware_steps(
-    model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches
-) -> None:
-    """SAM (Foret et al. 2021): the gradient is taken where the loss is highest nearby."""
-    for batch in batches:
-        optimizer.zero_grad()
-        backward(loss_of(model, batch))
-        with torch.no_grad():
-            steps = [0.05 * parameter.grad for parameter in model.parameters()]  # type: ignore[operator]
-            for parameter, step in zip(model.parameters(), steps, strict=True):
-                parameter.add_(step)
-        optimizer.zero_grad()
-        backward(loss_of(model, batch))
-        with torch.no_grad():
-            for parameter, step in zip(model.parameters(), steps, strict=True):
-                parameter.sub_(step)
-        optimizer.step()
 
 
 def with_hooks_that_come_late(
@@ -126,7 +93,7 @@ def with_two_losses_of_one_pass(
     model: nn.Module, optimizer: Any, backward: Callable[..., None], batches: Batches
 ) -> None:
     for inputs, targets in batches:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         outputs = model(inputs)
         backward(F.cross_entropy(outputs, targets), retain_graph=True)
         backward(outputs[:, :2].square().mean())
@@ -169,9 +136,7 @@ def with_a_penalty_on_gradients(
 
 LOOPS: list[Loop] = [
     with_a_grad_scaler,
-    with_gradients_changed_by_hand,
     with_an_optimizer_that_was_not_prepared,
-    with_sharpness_aware_steps,
     with_hooks_that_come_late,
     with_gradients_that_are_kept,
     with_two_losses_of_one_pass,
@@ -251,36 +216,6 @@ def check_a_graph_of_the_mean_gradients_is_refused(strategy: Strategy) -> None:
     forward, _ = run.prepare(model, sgd(model))
     with pytest.raises(TrainerError, match=r"torch\.autograd\.grad\(\.\.\., create_graph=True\)"):
         run.backward(forward(make_data(BATCH).inputs.to(run.device)).sum(), create_graph=True)
-
-
-class Answer:
-    """A class of a script's own."""
-
-    def __init__(self, logits: Tensor) -> None:
-        self.logits = logits
-
-
-class Answering(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = make_model()
-
-    def forward(self, inputs: Tensor) -> Answer:
-        return Answer(self.inner(inputs))
-
-
-def check_a_forward_pass_may_return_anything_and_run_on_one_rank_alone(strategy: Strategy) -> None:
-    data = make_data(3 * BATCH * strategy.world.size)
-    expected = train_alone(make_model(), data, batch=BATCH * strategy.world.size)
-    run, model = init(strategy), Answering()
-    forward, optimizer = run.prepare(model, sgd(model))
-    for inputs, targets in run.loader(data, BATCH):
-        if run.is_root and not strategy.shards:
-            forward(inputs)  # pictures of what the model does now, in training mode
-        run.backward(F.cross_entropy(forward(inputs).logits, targets))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_equal(model.inner, expected, 1e-12)
 
 
 class Repeated(nn.Module):
@@ -474,22 +409,6 @@ def check_samples_of_ones_own_count_what_is_said(strategy: Strategy) -> None:
             one.step()
         optimizer.zero_grad()
     assert_equal(model, expected, 1e-12)
-
-
-def check_no_batch_is_kept(strategy: Strategy) -> None:
-    if strategy.shards:
-        return
-    run, model = init(strategy), nn.Linear(4, 1)
-    forward, optimizer = run.prepare(model, sgd(model))
-    kept: list[weakref.ref[Tensor]] = []
-    rows = [torch.full((4,), float(number)) for number in range(6 * run.world_size)]
-    for inputs in run.loader(rows, 1):
-        kept.append(weakref.ref(inputs))
-        run.backward(forward(inputs).sum())
-        optimizer.step()
-        optimizer.zero_grad()
-        assert sum(one() is not None for one in kept) <= 2
-        del inputs
 
 
 def check_a_mean_is_over_the_samples_of_all_ranks(strategy: Strategy) -> None:

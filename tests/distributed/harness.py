@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -110,6 +111,26 @@ def run_job(
                 process.wait()
         output = log.read_text(errors="replace")
         return Outcome(124 if code is None else code, output, timed_out=code is None, stacks=stacks)
+
+
+def marked_environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a command whose processes carry the folder's mark, with temporary files in it."""
+    (folder / "tmp").mkdir(parents=True, exist_ok=True)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_"))}
+    return inherited | {
+        MARK: str(folder), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT),
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+    }  # fmt: skip
+
+
+def on_two_hosts(job: str) -> list[str]:
+    """Return the command of a job of torchrun on two hosts; the second is this host with its own process IDs."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    node = f"{program('torchrun')} --nnodes 2 --nproc-per-node 1 --rdzv-backend static --master-addr 127.0.0.1"
+    node += f" --master-port {port} --node-rank"
+    both = f"{node} 0 {job} & unshare --pid --fork --mount-proc {node} 1 {job}; code=$?; wait $! && exit $code"
+    return ["sh", "-c", both]
 
 
 def leave_stacks_on_request(rank: int) -> None:

@@ -1,12 +1,11 @@
 """A training that the launchers of other libraries start in functions, on two ranks; each writes its weights.
 
-python tests/distributed/launched_by_others.py spawn|elastic|accelerate FOLDER PORT
+python tests/distributed/launched_by_others.py elastic|accelerate FOLDER PORT
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -29,22 +28,13 @@ def train(folder: str) -> int:
     return int(run.rank)
 
 
-def spawned(rank: int, folder: str, port: str) -> None:
-    """Say who this process is, as torchrun does."""
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-    }  # fmt: skip
-    train(folder)
-
-
 def main(launcher: str, folder: str, port: str) -> None:
     """Start the training."""
     if launcher == "accelerate":
         from accelerate import notebook_launcher
 
         notebook_launcher(train, (folder,), num_processes=2, use_port=port)
-    elif launcher == "elastic":
+    else:
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
         config = LaunchConfig(
@@ -52,10 +42,6 @@ def main(launcher: str, folder: str, port: str) -> None:
             rdzv_configs={"rank": 0}, run_id="launched", max_restarts=0,
         )  # fmt: skip
         assert elastic_launch(config, train)(folder) == {0: 0, 1: 1}
-    else:
-        from torch import multiprocessing
-
-        multiprocessing.spawn(spawned, (folder, port), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +11,6 @@ from torch import Tensor, nn
 from trainer.data.loader import InMemory
 from trainer.data.shard_plan import permutation
 from trainer.models.sharded import gather
-
-Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def tolerance(dtype: torch.dtype, device: torch.device) -> float:
@@ -52,17 +49,11 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_alone(
-    model: nn.Module,
-    data: InMemory,
-    *,
-    batch: int,
-    epochs: int = 1,
-    optimizers: Optimizers = sgd,
-    clip_norm: float | None = None,
+    model: nn.Module, data: InMemory, *, batch: int, epochs: int = 1, clip_norm: float | None = None
 ) -> nn.Module:
     """Plain PyTorch over the same permutation: the next `batch` samples in every step, the rest in the last."""
     model = copy.deepcopy(model)
-    optimizer = optimizers(model)
+    optimizer = sgd(model)
     for epoch in range(epochs):
         for index in permutation(len(data), epoch=epoch, seed=0).split(batch):
             optimizer.zero_grad()

@@ -53,25 +53,6 @@ def check_it_has_saved(outcome: Outcome, folder: Path, after: int) -> None:
     assert load(find(folder)[0]).facts["updates"] >= after
 
 
-@pytest.mark.slow  # tests/unit/test_learning_rate_going_on.py has it with accumulated passes in place of ranks
-def test_the_learning_rate_is_the_scripts_for_the_ranks_that_there_are(tmp_path: Path) -> None:
-    for launcher, ranks, epochs, rate, said, trained in [
-        ("horovodrun-gloo", 2, 1, "0.06", "= 0.12, warmed up from 0.06 over 6 updates, then constant", "0.07, 0.08, "),
-        ("python", 1, 2, "0.06", "learning rate 0.06, then constant\n", ", ".join(["0.06"] * 12)),
-        ("torchrun", 3, 3, "0.01", "over 4 updates, then constant; now 0.03\n", "0.03, 0.03, 0.03, 0.03"),
-    ]:
-        script = ["-m", "tests.distributed.job_with_a_rate", str(tmp_path), str(epochs), rate]
-        outcome = run_job(launcher, ranks, script, env={"OMP_NUM_THREADS": "1"})
-        assert outcome.code == 0, outcome.output
-        assert said in outcome.output
-        assert f"{ranks} ranks have trained with {trained}" in outcome.output
-
-
-@pytest.mark.slow  # under the other launchers, the first test does it
-def test_a_signal_saves_and_ends_with_the_code_that_asks_for_another_start_under_mpirun(tmp_path: Path) -> None:
-    check_it_has_saved(job("mpirun", 2, tmp_path, "signal", 4), tmp_path, 4)
-
-
 @pytest.mark.parametrize(
     ("launcher", "ranks", "strategy"),
     [

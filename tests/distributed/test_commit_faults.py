@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import commit_faults
-from tests.faults.trials import Outcome, Plan, run
+from tests.faults.trials import Outcome, run
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.needs("compiler")]
 
 
 def test_no_fault_loses_a_checkpoint(tmp_path: Path) -> None:
-    outcomes = list(run(tmp_path, Plan(every=4, random_kills=10, damages=3)))
+    outcomes = list(run(tmp_path, every=4))
     problems = [f"{outcome.fault}, {outcome.detail}: {outcome.problems}" for outcome in outcomes if outcome.problems]
     assert not problems, "\n".join(problems)
     # Had the faults not reached the disk, every trial would find the new checkpoint.

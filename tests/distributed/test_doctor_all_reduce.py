@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.ops.doctor import call
-from trainer.ops.doctor.call import NO_ANSWER, Call, source_of
+from trainer.ops.doctor.call import NO_ANSWER, source_of
 from trainer.ops.doctor.checks import Facts, HostFacts, judge
 from trainer.ops.doctor.look import all_reduce
 from trainer.ops.supervise.hosts import Host
@@ -75,13 +75,3 @@ def test_ranks_that_hang_are_killed_at_the_limit(monkeypatch: pytest.MonkeyPatch
     stand_in(monkeypatch, "import time; time.sleep(1000)")
     assert all_reduce((HERE, HERE), "gloo", 2) == {"hosts": ["localhost"], "error": NO_ANSWER, "output": ""}
     assert processes_with("DOCTOR_MARK=of the ranks that hang") == []
-
-
-def test_a_rank_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DOCTOR_MARK", "of the rank that is alone")
-    asked = {"rank": 0, "gpu": 0, "interface": "", "backend": "gloo", "size": 2, "limit_s": 120, "address": "127.0.0.1"}
-    rank = Call(Host("localhost", 1), "all_reduce", asked)
-    assert rank.answer(60) > 0
-    assert len(processes_with("DOCTOR_MARK=of the rank that is alone")) == 1
-    rank.close()
-    assert processes_with("DOCTOR_MARK=of the rank that is alone") == []

@@ -29,10 +29,8 @@ ANSWERS = {
     "denied": f"echo 'me@{HOST}: Permission denied (publickey).' >&2; exit 255",
     "changed": "echo '@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @' >&2; "
     "echo 'Host key verification failed.' >&2; exit 255",
-    "unknown": "echo 'Host key verification failed.' >&2; exit 255",
     # What a jump host refuses, ssh reports as if the connection had only been lost.
     "jump": "echo 'Host key verification failed.' >&2; echo 'Connection closed by UNKNOWN port 65535' >&2; exit 255",
-    "disabled": "echo 'Account timed out' >&2; exit 1",
     "hangs": "exec sleep 60",
     # Runs the command here. Options may stand behind the host, too.
     "works": 'while :; do case $1 in -o) shift 2;; far-*) shift;; *) break;; esac; done; exec sh -c "$*"',
@@ -75,9 +73,7 @@ def why(timeout_s: int = 1) -> str:
     [
         ("denied", f"host {HOST} does not accept this node's key: me@{HOST}: Permission denied (publickey)."),
         ("changed", f"host {HOST} shows another host key than the pinned one, and is refused"),
-        ("unknown", f"host {HOST} shows a host key that is not known here, and is refused"),
         ("jump", f"host {HOST} shows a host key that is not known here, and is refused"),
-        ("disabled", f"cannot log in to host {HOST}: account timed out (waited 0 s)"),
     ],
 )
 def test_what_waiting_cannot_heal_is_said_at_once(fake_ssh: Path, name: str, line: str) -> None:
@@ -106,16 +102,6 @@ def test_a_host_that_comes_up_is_taken(fake_ssh: Path) -> None:
     assert len(fake_ssh.with_name("ssh.log").read_text().splitlines()) == 3
 
 
-def test_a_failed_login_points_to_the_doctor(fake_ssh: Path) -> None:
-    answer(fake_ssh, "denied")
-    outcome = launch("-np", "2", "-H", f"{HOST}:2", "python", "x.py")
-    assert outcome.returncode == 1
-    assert outcome.stderr.splitlines() == [
-        f"horovodrun: host {HOST} does not accept this node's key: me@{HOST}: Permission denied (publickey).",
-        f"horovodrun: `trainer doctor -H {HOST}:2` looks for the cause on these hosts and between them",
-    ]
-
-
 def test_host_keys_are_left_to_the_users_ssh_config(fake_ssh: Path) -> None:
     wait_for_hosts([HOST], settings_with(5))
     asked = fake_ssh.with_name("ssh.log").read_text()
@@ -128,8 +114,12 @@ def test_unreachable_hosts_end_the_launcher_with_a_line_each(fake_ssh: Path) -> 
     answer(fake_ssh, "changed")
     done = launch("--gloo", "-np", "1", "-H", "b.invalid:1,c.invalid:1", "true")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[:-1] == [
-        f"horovodrun: host {host}.invalid shows another host key than the pinned one, and is refused" for host in "bc"
+    assert done.stderr.splitlines() == [
+        *(
+            f"horovodrun: host {name}.invalid shows another host key than the pinned one, and is refused"
+            for name in "bc"
+        ),
+        "horovodrun: `trainer doctor -H b.invalid:1,c.invalid:1` looks for the cause on these hosts and between them",
     ]
 
 
@@ -215,15 +205,6 @@ def test_a_job_of_one_host_needs_no_ssh(controller: str, tmp_path: Path, monkeyp
     monkeypatch.setenv("PATH", str(tmp_path))
     done = launch(controller, "-np", "2", "echo", "started")
     assert (done.returncode, done.stdout.count("started")) == (0, 2), done.stderr
-
-
-def test_a_failed_job_is_one_line_and_names_the_host() -> None:
-    done = launch("--gloo", "-np", "1", sys.executable, "-c", "raise SystemExit(3)")
-    assert done.returncode == 3
-    assert "Process 0 exit with status code 3 on host localhost." in done.stdout
-    assert "Traceback" not in done.stderr
-    assert done.stderr.startswith("horovodrun: Horovod detected that one or more processes exited")
-    assert done.stderr.count("\n") == 1
 
 
 def test_a_rank_behind_ssh_gets_the_environment_and_ssh_never_sees_it(

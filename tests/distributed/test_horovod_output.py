@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import subprocess
 import sys
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from horovod.runner.util import output
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 MARK = re.compile(rb"\[(?:1,)?[01]\]<std(?:out|err)>:")
@@ -78,26 +75,3 @@ def test_a_closed_stream_is_an_empty_one(controller: str, closed: str) -> None:
     done = in_shell(closed, *command(controller, sys.executable, "-c", script))
     assert done.returncode == 5, done.stderr
     assert (b"out" in done.stdout, b"err" in done.stderr) == (" >" not in f" {closed}", "2>" not in closed)
-
-
-def pass_on(*parts: bytes) -> list[str]:
-    """What a stream that is no file, such as a notebook's, gets with each write."""
-    reader, writer = os.pipe()
-    written: list[str] = []
-
-    class Notebook(io.StringIO):
-        def write(self, text: str) -> int:
-            written.append(text)
-            return len(text)
-
-    for part in parts:
-        os.write(writer, part)
-    os.close(writer)
-    output.prefix_connection(Connection(reader), Notebook(), "stdout", 0, False)
-    return written
-
-
-def test_each_line_is_one_write_with_its_mark() -> None:
-    words = pass_on(b"one\ntwo\r\n", b"10 %\r20 %\r", "\u00e9".encode()[:1], "\u00e9\n".encode()[1:], b"odd \xff")
-    lines = ["one\n", "two\r\n", "10 %\r", "20 %\r", "\u00e9\n", "odd \ufffd"]
-    assert words == [f"[0]<stdout>:{line}" for line in lines]

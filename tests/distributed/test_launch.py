@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import os
@@ -12,9 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,20 +19,11 @@ import pytest
 import trainer
 from benchmarks.launching import PEERS
 from tests import requirements
-from tests.distributed.harness import BIN, MARK, ROOT, processes_of
+from tests.distributed.harness import ROOT, kill_job, marked_environment, processes_of
 from tests.distributed.pages import Unit, launching_units
 from tests.terminal import Session, run_on_terminal
 
 pytestmark = pytest.mark.timeout(150)
-
-LAUNCHERS = ("mpi", "gloo", "torchrun")
-
-
-def under(*quick: str) -> pytest.MarkDecorator:
-    """Run a test under every launcher; under those that other tests have, where there is time."""
-    return pytest.mark.parametrize(
-        "launcher", [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in LAUNCHERS]
-    )
 
 
 SCRIPT = ROOT / "tests" / "distributed" / "launched.py"
@@ -48,17 +36,8 @@ class Launches:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.temporary = folder / "tmp"
-        self.temporary.mkdir()
-
-    @property
-    def environment(self) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_"))}
-        # Without ours, as scripts/comm would hide the package `comm` from a notebook's kernel.
-        path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if str(ROOT) not in entry]
-        return inherited | {
-            MARK: str(self.folder), "TMPDIR": str(self.temporary), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *path]),
-        }  # fmt: skip
+        # Without scripts/, where the package comm would hide `comm` from a notebook's kernel.
+        self.environment = marked_environment(folder)
 
     def start(self, launcher: str) -> subprocess.Popen[bytes]:
         with (self.folder / "log").open("wb") as log:
@@ -74,10 +53,9 @@ class Launches:
             assert time.monotonic() < deadline, "the ranks have not started"
             time.sleep(0.1)
 
-    def check_nothing_is_left(self, seconds: float = 1.0, but: int = 0) -> None:
-        """Check that all processes but one, and all files, are gone or go soon."""
-        running = [process for process in processes_of(str(self.folder)) if process.pid != but]
-        _, left = psutil.wait_procs(running, timeout=seconds)
+    def check_nothing_is_left(self, seconds: float = 1.0) -> None:
+        """Check that all processes, and all files, are gone or go soon."""
+        _, left = psutil.wait_procs(processes_of(str(self.folder)), timeout=seconds)
         assert [" ".join(process.cmdline()) for process in left] == []
         deadline = time.monotonic() + seconds
         while (files := self.files()) and time.monotonic() < deadline:
@@ -86,11 +64,6 @@ class Launches:
 
     def files(self) -> list[str]:
         return [path.name for path in self.temporary.iterdir() if path.name.startswith("trainer-")]
-
-    def kill(self) -> None:
-        for process in processes_of(str(self.folder)):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
 
 
 @pytest.fixture
@@ -101,7 +74,7 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     monkeypatch.setattr("tempfile.tempdir", str(calls.temporary))
     monkeypatch.chdir(tmp_path)
     yield calls
-    calls.kill()
+    kill_job(str(tmp_path))
 
 
 def train(scale: float, *, offset: float) -> tuple[int, list[int], list[float]]:
@@ -120,18 +93,14 @@ def train(scale: float, *, offset: float) -> tuple[int, list[int], list[float]]:
     return run.world.rank, run.all_gather(run.world.rank), [float(value) for value in model.parameters()]
 
 
-@under("mpi")  # torchrun has the two hosts below
-def test_every_rank_s_result_is_returned_in_order(
-    launches: Launches, launcher: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = trainer.launch(train, 2.0, offset=1.0, np=2, launcher=launcher)
+def test_every_rank_s_result_is_returned_in_order(launches: Launches, capsys: pytest.CaptureFixture[str]) -> None:
+    results = trainer.launch(train, 2.0, offset=1.0, np=2, launcher="mpi")
     assert results == [(0, [0, 1], [-4.0]), (1, [0, 1], [-4.0])]
     launches.check_nothing_is_left()
     assert list(launches.folder.glob("runs")) == []
     printed = capsys.readouterr()
-    name = "torchrun" if launcher == "torchrun" else "horovodrun"
     for rank in (0, 1):
-        assert f"[{rank}] trained by {name} {rank}\n" in printed.out
+        assert f"[{rank}] trained by horovodrun {rank}\n" in printed.out
         assert f"[{rank}] a word\n" in printed.err
     assert "trainer run" not in printed.err
 
@@ -150,12 +119,9 @@ def fail_on_rank_1(folder: str) -> None:
     run.all_gather(run.world.rank)
 
 
-@under("gloo")
-def test_the_failing_rank_s_own_exception_is_raised_and_nothing_started_again(
-    launches: Launches, launcher: str
-) -> None:
+def test_the_failing_rank_s_own_exception_is_raised_and_nothing_started_again(launches: Launches) -> None:
     with pytest.raises(Mine) as raised:
-        trainer.launch(fail_on_rank_1, str(launches.folder), np=2, launcher=launcher)
+        trainer.launch(fail_on_rank_1, str(launches.folder), np=2, launcher="gloo")
     assert raised.value.args == (1, "E7")
     assert raised.value.__notes__ == [f"raised by rank 1 of 2 on host {socket.gethostname()}"]
     assert 'raise Mine(1, "E7")' in str(raised.value.__cause__)
@@ -171,10 +137,9 @@ def kill_rank_1() -> None:
     run.all_gather(run.world.rank)
 
 
-@under("torchrun")
-def test_a_rank_that_is_killed_is_named(launches: Launches, launcher: str) -> None:
+def test_a_rank_that_is_killed_is_named(launches: Launches) -> None:
     with pytest.raises(trainer.LaunchError, match="rank 1 on localhost died without a word before its first update"):
-        trainer.launch(kill_rank_1, np=2, launcher=launcher)
+        trainer.launch(kill_rank_1, np=2, launcher="torchrun")
     launches.check_nothing_is_left()
 
 
@@ -200,50 +165,7 @@ def test_a_job_that_fails_is_started_again(launches: Launches, capsys: pytest.Ca
     launches.check_nothing_is_left()
 
 
-# Takes the place of ssh: the command runs on this machine.
-SSH = """#!/bin/sh
-while [ "$1" = -o ]; do shift 2; done
-shift
-exec sh -c "$*"
-"""
-
-
-# Of a module that lies where the caller alone has it.
-WHERE = """
-import os, sys
-
-def where():
-    print("on node", os.environ["GROUP_RANK"])
-    print("a word", file=sys.stderr)
-    return os.environ["RANK"], os.environ["GROUP_RANK"]  # the node that torchrun has numbered
-"""
-
-
-def test_ranks_of_several_hosts_return_the_results_of_a_function_of_the_caller_s_module(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tools, modules = launches.folder / "bin", launches.folder / "modules"
-    tools.mkdir()
-    (tools / "ssh").write_text(SSH)
-    (tools / "ssh").chmod(0o755)
-    modules.mkdir()
-    (modules / "of_the_user.py").write_text(WHERE)
-    monkeypatch.syspath_prepend(modules)
-    function = importlib.import_module("of_the_user").where
-    os.environ["PATH"] = f"{tools}{os.pathsep}{os.environ['PATH']}"  # which the fixture restores
-    results = trainer.launch(function, np=2, hosts="localhost:1,elsewhere:1", launcher="torchrun")
-    assert results == [("0", "0"), ("1", "1")]
-    printed = capsys.readouterr()
-    for rank in (0, 1):
-        assert f"[{rank}] on node {rank}\n" in printed.out
-        assert f"[{rank}] a word\n" in printed.err
-    launches.check_nothing_is_left()
-    assert list(Path("/tmp").glob("trainer-launch-*")) == []  # noqa: S108 (where it lies on several hosts)
-    monkeypatch.delitem(sys.modules, "of_the_user")
-
-
-@under("mpi")
-def test_ctrl_c_ends_all(launches: Launches, launcher: str) -> None:
+def test_ctrl_c_ends_all(launches: Launches) -> None:
     pressed: list[float] = []
 
     def press(session: Session, terminal: int) -> None:
@@ -252,7 +174,7 @@ def test_ctrl_c_ends_all(launches: Launches, launcher: str) -> None:
             os.write(terminal, b"\x03")
 
     session = run_on_terminal(
-        [sys.executable, str(SCRIPT), launcher, str(launches.folder)],
+        [sys.executable, str(SCRIPT), "mpi", str(launches.folder)],
         env=launches.environment, on_change=press, timeout_s=_STARTED_S,
     )  # fmt: skip
     assert session.code == 130
@@ -261,9 +183,8 @@ def test_ctrl_c_ends_all(launches: Launches, launcher: str) -> None:
     launches.check_nothing_is_left()
 
 
-@under("gloo")
-def test_a_caller_that_is_killed_leaves_nothing(launches: Launches, launcher: str) -> None:
-    process = launches.start(launcher)
+def test_a_caller_that_is_killed_leaves_nothing(launches: Launches) -> None:
+    process = launches.start("gloo")
     launches.wait_for_ranks()
     assert len(launches.files()) >= 1
     process.kill()
@@ -284,20 +205,8 @@ def test_a_second_interrupt_ends_even_a_job_that_takes_its_time(launches: Launch
     launches.check_nothing_is_left()
 
 
-def test_an_end_of_the_caller_before_the_ranks_start_leaves_nothing(launches: Launches) -> None:
-    process = launches.start("gloo")
-    deadline = time.monotonic() + _STARTED_S
-    while not launches.files() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    launches.check_nothing_is_left(_ENDED_S)
-
-
-# All three say who the ranks are as torchrun does.
-@pytest.mark.parametrize(
-    "launcher", ["accelerate", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "elastic"))]
-)
+# Both say who the ranks are as torchrun does.
+@pytest.mark.parametrize("launcher", ["accelerate", pytest.param("elastic", marks=pytest.mark.slow)])
 def test_a_function_trains_where_another_library_starts_it(launches: Launches, launcher: str) -> None:
     python = sys.executable
     if launcher == "accelerate" and importlib.util.find_spec("accelerate") is None:
@@ -347,77 +256,3 @@ def test_the_notebook_trains_on_two_ranks_with_a_bar(launches: Launches) -> None
     assert "\r[0] epoch 3:" in printed["stderr"]
     assert float(cells[3].outputs[0].text.partition("%")[0]) > 85
     launches.check_nothing_is_left()
-
-
-class Kernel:
-    """A notebook's kernel, without a notebook."""
-
-    def __init__(self) -> None:
-        from jupyter_client.manager import start_new_kernel
-
-        self.manager, self.client = start_new_kernel(startup_timeout=_STARTED_S)
-        _, printed = self.run("import os; print(os.getpid())")
-        self.pid = int(printed)
-
-    def run(self, code: str) -> tuple[dict[str, Any], str]:
-        """Run a cell to its end; return the reply, and what it has printed."""
-        printed: list[str] = []
-        reply = self.client.execute_interactive(
-            code, timeout=_STARTED_S, output_hook=lambda message: printed.append(message["content"].get("text", ""))
-        )
-        return reply["content"], "".join(printed)
-
-    def close(self) -> None:
-        self.client.stop_channels()
-        self.manager.shutdown_kernel(now=True)
-
-
-@pytest.fixture
-def kernel(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
-    for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
-        monkeypatch.setenv(name, str(launches.folder / name))
-    kernel = Kernel()
-    yield kernel
-    kernel.close()
-
-
-_IN_CELL = """
-import os, time, trainer
-from pathlib import Path
-
-class Mine(Exception):
-    pass
-
-def wait_for_ever(folder):
-    Path(folder, f"started-{os.getpid()}").touch()
-    time.sleep(600)
-
-def fail():
-    if os.environ["HOROVOD_RANK"] == "0":
-        time.sleep(60)  # until the other rank ends the job
-    print("from a rank")
-    raise Mine("of a cell")
-"""
-
-
-@pytest.mark.needs("notebook")
-def test_an_interrupt_of_the_kernel_ends_the_job_and_the_next_one_raises_the_cell_s_own_exception(
-    launches: Launches, kernel: Kernel
-) -> None:
-    kernel.run(_IN_CELL)
-    call = f"trainer.launch(wait_for_ever, {str(launches.folder)!r}, launcher='gloo')"
-    request = kernel.client.execute(call, stop_on_error=False)
-    launches.wait_for_ranks()
-    kernel.manager.interrupt_kernel()
-    while (reply := kernel.client.get_shell_msg(timeout=_ENDED_S))["parent_header"]["msg_id"] != request:
-        pass
-    assert reply["content"]["ename"] == "KeyboardInterrupt"
-    launches.check_nothing_is_left(but=kernel.pid)
-    again, printed = kernel.run(
-        "try:\n    trainer.launch(fail, launcher='gloo')\nexcept Mine as error:\n    mine = error"
-    )
-    assert again["status"] == "ok"
-    assert "[1] from a rank\n" in printed
-    _, printed = kernel.run("print(mine.__cause__, mine.__notes__)")
-    assert 'raise Mine("of a cell")' in printed
-    assert "raised by rank" in printed

@@ -76,14 +76,6 @@ class Pods:
         succeed([*command, "--entrypoint", entry, container["image"], *words])
         return name
 
-    def again(self, name: str) -> None:
-        """Start a container again, as a kubelet does under OnFailure."""
-        succeed(["docker", "start", name])
-
-    def terminate(self, name: str) -> None:
-        """Send SIGTERM, as at the end of a pod."""
-        succeed(["docker", "kill", "--signal", "TERM", name])
-
     def logs(self, name: str) -> str:
         """What a pod has printed."""
         return run(["docker", "logs", name]).output

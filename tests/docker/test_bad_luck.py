@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.docker.cluster import ROOT, Cluster, Outcome, run, succeed
+from tests.docker.cluster import ROOT, Cluster, Outcome, succeed
 
 TRAIN = ["python", "examples/mnist.py", "--dataset", "digits", "--epochs", "10000"]
 # How Open MPI, Horovod and ssh name the node that has gone; which of them is first is chance.
@@ -22,13 +22,8 @@ TRAINING = re.compile(r"epoch \d+/10000")
 each_controller = pytest.mark.parametrize("controller", ["--mpi", pytest.param("--gloo", marks=pytest.mark.slow)])
 
 
-def horovodrun(*options: str, hosts: str = "a:2,b:2") -> list[str]:
-    ranks = sum(int(host.split(":")[1]) for host in hosts.split(","))
-    return ["horovodrun", *options, "-np", str(ranks), "-H", hosts]
-
-
-def lines_of(outcome: Outcome, who: str = "horovodrun: ") -> list[str]:
-    return [line for line in outcome.output.splitlines() if line.startswith(who)]
+def horovodrun(*options: str) -> list[str]:
+    return ["horovodrun", *options, "-np", "4", "-H", "a:2,b:2"]
 
 
 def during_training(cluster: Cluster, command: list[str], strike: Callable[[], object]) -> Outcome:
@@ -50,20 +45,12 @@ def during_training(cluster: Cluster, command: list[str], strike: Callable[[], o
     return outcomes[0]
 
 
-def test_an_unknown_host_is_named(cluster: Cluster) -> None:
-    outcome = cluster.run("a", *horovodrun("--start-timeout", "3", hosts="a:1,c:1"), "hostname")
-    assert outcome.code == 1
-    why, doctor = lines_of(outcome)
-    assert re.search(r"cannot log in to host c: .*could not resolve hostname c", why, re.IGNORECASE)
-    assert "`trainer doctor -H a:1,c:1`" in doctor
-
-
 def test_a_node_that_is_not_up_yet_is_waited_for(own_cluster: Cluster) -> None:
     own_cluster.up()
     own_cluster.compose("stop", "--timeout", "1", "b")
     outcome = own_cluster.run("a", *horovodrun("--start-timeout", "5"), "hostname")
     assert outcome.code == 1
-    why, doctor = lines_of(outcome)
+    why, doctor = (line for line in outcome.output.splitlines() if line.startswith("horovodrun: "))
     assert "cannot log in to host b" in why
     assert "`trainer doctor -H " in doctor
     late = threading.Timer(4, lambda: own_cluster.compose("start", "b"))
@@ -150,19 +137,6 @@ def test_a_killed_client_takes_its_job_along(cluster: Cluster, controller: str) 
         client.kill()
         assert cluster.left_over("a") == ""  # while the client's own stdin is still open
         assert cluster.left_over("b") == ""
-
-
-def test_keys_that_cannot_be_read_stop_the_node_with_a_line(image: str) -> None:
-    volume = f"trainer-test-unreadable-{os.getpid()}"
-    with_keys = ["docker", "run", "--rm", "--volume", f"{volume}:/cluster"]
-    try:
-        succeed([*with_keys, image, "trainer-node", "keys", "create", "b"])
-        succeed([*with_keys, "--user", "0", image, "chown", "0", "/cluster/id_ed25519"])
-        outcome = run([*with_keys, "--hostname", "b", image])
-        assert outcome.code == 1
-        assert outcome.output.strip() == "trainer: cannot read /cluster/id_ed25519 as user 1000: Permission denied"
-    finally:
-        run(["docker", "volume", "rm", volume])
 
 
 def test_a_node_ends_on_sigterm_and_reaps_zombies(own_cluster: Cluster) -> None:

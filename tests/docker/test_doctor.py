@@ -47,7 +47,7 @@ def param(cause: Cause) -> object:
 def test_the_first_line_names_the_cause(nodes: Nodes, cause: Cause) -> None:
     with nodes.made(cause):
         began = time.monotonic()
-        command = ["docker", "exec", "--workdir", cause.folder, nodes.container(cause.node), "trainer", "doctor"]
+        command = ["docker", "exec", "--workdir", "/trainer", nodes.container(cause.node), "trainer", "doctor"]
         outcome = run([*command, "-H", cause.hosts, *cause.command])
         seconds = time.monotonic() - began
     lines = [line.removeprefix("trainer doctor: ") for line in outcome.output.splitlines()]

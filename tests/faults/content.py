@@ -11,10 +11,9 @@ from typing import BinaryIO
 import torch
 
 from trainer.checkpoint.disk.commit import commit
-from trainer.checkpoint.disk.committed import MANIFEST, Committed, name_of
+from trainer.checkpoint.disk.committed import Committed, name_of
 
 _WEIGHTS = 300_000  # larger than the writer's buffer, so PyTorch itself meets the errors of writing
-FILES = ("weights.pt", "loader.json", MANIFEST)
 
 
 def _content(number: int) -> tuple[dict[str, torch.Tensor], bytes]:

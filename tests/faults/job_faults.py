@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import resource
 import signal
 import sys
 import time
@@ -19,7 +17,6 @@ PLAN, MADE = Path("plan.json"), Path("fault.json")
 BALLAST = Path("checkpoints", "ballast")
 AT_START = ("import", "init", "checkpoints")
 IN_UPDATE = ("before backward", "before step", "after step")
-_DAY_S = 86400.0
 _FILES_CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.listdir", "os.scandir")
 
 
@@ -33,7 +30,7 @@ class Plan:
     """One of AT_START or IN_UPDATE."""
     update: int = 0
     number: int = 0
-    """Of the call with which a save is killed; its sign is the direction of a clock that jumps."""
+    """Of the call with which a save is killed."""
 
     def write(self, folder: Path) -> None:
         (folder / PLAN).write_text(json.dumps(asdict(self)))
@@ -75,18 +72,9 @@ def _kill(number: signal.Signals) -> Callable[[Plan], None]:
     return kill
 
 
-def _segfault(plan: Plan) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def _fail(plan: Plan) -> None:
     _note()
-    ctypes.string_at(0)
-
-
-def _fail(error: Exception | type[Exception]) -> Callable[[Plan], None]:
-    def fail(plan: Plan) -> None:
-        _note()
-        raise error
-
-    return fail
+    raise RuntimeError("a bug")
 
 
 def _signal_supervisor(number: signal.Signals) -> Callable[[Plan], None]:
@@ -141,32 +129,18 @@ def _free_disk_and_kill(plan: Plan) -> None:
     _kill(signal.SIGKILL)(plan)
 
 
-def _jump(plan: Plan) -> None:
-    """Set the clock that this process sees to another day. The machine's stays as it is."""
-    clock, local, text = time.time, time.localtime, time.strftime
-    offset = _DAY_S if plan.number > 0 else -_DAY_S
-    time.time = lambda: clock() + offset
-    time.localtime = lambda seconds=None: local(time.time() if seconds is None else seconds)
-    time.strftime = lambda form, *moment: text(form, *(moment or (time.localtime(),)))
-
-
 FAULTS: dict[str, Callable[[Plan], None]] = {
     "SIGKILL to a rank": _kill(signal.SIGKILL),
-    "SIGTERM to a rank": _kill(signal.SIGTERM),
     "SIGSTOP to a rank": _kill(signal.SIGSTOP),
-    "segmentation fault": _segfault,
-    "MemoryError": _fail(MemoryError),
-    "exception": _fail(RuntimeError("a bug")),
+    "exception": _fail,
     "launcher killed": _kill_launcher,
     "supervisor killed": _signal_supervisor(signal.SIGKILL),
     "SIGUSR2 to the supervisor": _signal_supervisor(signal.SIGUSR2),
     "killed during a save": _kill_during_save,
     "killed before the first update": _kill(signal.SIGKILL),
     "disk full, then killed": _free_disk_and_kill,
-    "clock jumps a day, then killed": _kill(signal.SIGKILL),
 }
 """By name, what is done at the planned update or, after a preparation, some updates later."""
 PREPARATIONS: dict[str, tuple[Callable[[Plan], None], int]] = {
-    "disk full, then killed": (_fill_disk, 20),  # a failed save is told of within half a second
-    "clock jumps a day, then killed": (_jump, 5),
+    "disk full, then killed": (_fill_disk, 20)  # a failed save is told of within half a second
 }

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from tests.distributed.harness import BIN, MARK, ROOT, kill_job, processes_of
+from tests.distributed.harness import kill_job, marked_environment, processes_of
 from tests.faults import lineage
 from tests.faults.job import CHECKPOINTS, EPOCHS, LOG, SAMPLES, SAVE_EVERY, UPDATES, WEIGHTS
 from tests.faults.job_faults import AT_START, FAULTS, IN_UPDATE, MADE, PREPARATIONS, Plan
@@ -65,7 +64,7 @@ def draw(fault: str, launcher: str, rng: random.Random) -> Trial:
         place=rng.choice(AT_START if is_at_start else IN_UPDATE),
         # With a preparation, such as a full disk, not before a checkpoint is there for certain: the second has begun.
         update=0 if is_at_start else rng.randint(8 if later else 1, UPDATES - 8 - later),
-        number=rng.choice((-1, 1)) if "clock" in fault else rng.randint(1, _CALLS_OF_A_SAVE),
+        number=rng.randint(1, _CALLS_OF_A_SAVE),
     )
     return Trial(launcher, plan)
 
@@ -177,9 +176,8 @@ def _attempts(folder: Path) -> list[dict[str, Any]]:
 @contextmanager
 def _prepared(folder: Path, plan: Plan) -> Iterator[None]:
     """Context in which the folder of a trial is there; a disk that is to be full is a small one of its own."""
-    (folder / "tmp").mkdir(parents=True)
     checkpoints = folder / CHECKPOINTS
-    checkpoints.mkdir()
+    checkpoints.mkdir(parents=True)
     plan.write(folder)
     has_disk = plan.fault == "disk full, then killed"
     if has_disk:
@@ -201,17 +199,13 @@ def _start(folder: Path, trial: Trial) -> list[int]:
 
 
 def _call(folder: Path, trial: Trial) -> int:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_"))}
-    environment = {
-        **inherited, MARK: str(folder), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT),
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-    }  # fmt: skip
     timeout = ("--timeout", str(TIMEOUT_S)) if trial.plan.fault == "SIGSTOP to a rank" else ()
     command = ("-np", str(RANKS), f"--{trial.launcher}", *timeout, "--name", "trial")
     with (folder / "output").open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "trainer", "run", *command, sys.executable, "-m", "tests.faults.job"],
-            cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
+            cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            env=marked_environment(folder),
         )  # fmt: skip
     with suppress(subprocess.TimeoutExpired):
         return process.wait(timeout=_DEADLINE_S)
@@ -222,13 +216,8 @@ def _call(folder: Path, trial: Trial) -> int:
 
 def _end(folder: Path) -> int:
     """End what is left of a job; return how many processes that were. One that is killed takes a moment to go."""
-    deadline = time.monotonic() + _GONE_S
-    while processes_of(str(folder)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    left = processes_of(str(folder))
-    for process in left:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
+    _, left = psutil.wait_procs(processes_of(str(folder)), timeout=_GONE_S)
+    kill_job(str(folder))
     return len(left)
 
 

@@ -2,7 +2,7 @@
 
 `run` starts a process with the faulty disk. It imports PyTorch once, and forks a child for each trial. Before a trial
 there are the checkpoints 1 and 2. The child saves 3 and removes 1, while one thing goes wrong. Then the parent looks
-at what is there. In a trial of damage, 2 and 3 are there, and a file of 3 is damaged.
+at what is there.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,8 +22,7 @@ from pathlib import Path
 
 import torch
 
-from tests.faults.content import FILES, checkpoint_name, is_saved, save
-from tests.faults.damages import DAMAGES
+from tests.faults.content import checkpoint_name, is_saved, save
 from tests.faults.faulty_disk import Action, Fault, FaultyDisk, build
 from trainer.checkpoint.disk.commit import prune, remove_partial
 from trainer.checkpoint.disk.committed import find, load, newest
@@ -46,19 +42,6 @@ _AT_CALLS = {
     "disk broken (EIO) from a call on": Fault(action=Action.FAIL_FROM, error=errno.EIO),
     "short write": Fault(action=Action.SHORT_WRITE),
 }
-_KILLED_AT_RANDOM = "killed at a random moment"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Which trials to run."""
-
-    every: int = 1
-    """A fault happens at every call, every second one, …"""
-    random_kills: int = 0
-    damages: int = 0
-    """Trials with each kind of damage."""
-    seed: int = 0
 
 
 @dataclass(kw_only=True)
@@ -93,10 +76,10 @@ class _Report:
         return next((line.removeprefix("error ") for line in self.lines if line.startswith("error ")), None)
 
 
-def run(folder: Path, plan: Plan) -> Iterator[Outcome]:
-    """Run trials in a process of their own, and return each one's outcome when it is known."""
+def run(folder: Path, every: int = 1) -> Iterator[Outcome]:
+    """Run trials in their own process, a fault at every call or every so many; yield the outcomes as they come."""
     environment = {**os.environ, "LD_PRELOAD": str(build(folder)), "PYTHONPATH": str(_ROOT)}
-    command = [sys.executable, "-m", "tests.faults.trials", str(folder), json.dumps(asdict(plan))]
+    command = [sys.executable, "-m", "tests.faults.trials", str(folder), str(every)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=_ROOT) as process:
         try:
             assert process.stdout
@@ -138,34 +121,24 @@ def _child(folder: Path, fault: Fault, pipe: int) -> None:
 class Trials:
     """The trials, with the checkpoints that they begin with."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self._before, self._after = folder / "before", folder / "after"
-        self._folder = folder / "trial"
-        self._random = random.Random(seed)
+    def __init__(self, folder: Path) -> None:
+        self._before, self._folder = folder / "before", folder / "trial"
         for number in (1, 2):
             save(self._before, number)
-        shutil.copytree(self._before, self._after)
-        save(self._after, _NEW)
-        _prune(self._after)
 
-    def run(self, plan: Plan) -> Iterator[Outcome]:
-        saves = [self._save(Fault(action=Action.COUNT)) for _ in range(5)]
-        report, seconds = saves[0][0], statistics.median(seconds for _, seconds in saves)
+    def run(self, every: int) -> Iterator[Outcome]:
+        report = self._save(Fault(action=Action.COUNT))
         calls = next(line for line in report.lines if line.startswith("calls ")).split()[1:]
         for name, fault in _AT_CALLS.items():
             for at, call in enumerate(calls, 1):
-                is_tried = call == "write" if fault.action == Action.SHORT_WRITE else at % plan.every == 0
+                is_tried = call == "write" if fault.action == Action.SHORT_WRITE else at % every == 0
                 if is_tried:
                     yield self._fault(name, Fault(action=fault.action, at=at, error=fault.error), call)
-        for _ in range(plan.random_kills):
-            yield self._random_kill(self._random.uniform(0, 1.1 * seconds))
-        for name in DAMAGES:
-            for _ in range(plan.damages):
-                yield self._damage(name)
 
-    def _save(self, fault: Fault, kill_after_s: float | None = None) -> tuple[_Report, float]:
-        """Save in a child, and return what it said and how long it took, in seconds."""
-        _replace(self._folder, self._before)
+    def _save(self, fault: Fault) -> _Report:
+        """Save in a child, and return what it said."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.copytree(self._before, self._folder)
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
@@ -175,19 +148,12 @@ class Trials:
                 os._exit(0)
         os.close(writing)
         with open(reading, "rb") as pipe:  # noqa: PTH123 -- a file descriptor has no path
-            said = pipe.readline()
-            begun = time.perf_counter()
-            if kill_after_s is not None:
-                while time.perf_counter() - begun < kill_after_s:
-                    pass
-                os.kill(child, signal.SIGKILL)
-            said += pipe.read()
-        seconds = time.perf_counter() - begun
+            said = pipe.read()
         _, status = os.waitpid(child, 0)
-        return _Report(os.waitstatus_to_exitcode(status), tuple(said.decode().splitlines())), seconds
+        return _Report(os.waitstatus_to_exitcode(status), tuple(said.decode().splitlines()))
 
     def _fault(self, name: str, fault: Fault, call: str) -> Outcome:
-        report, _ = self._save(fault)
+        report = self._save(fault)
         outcome = Outcome(fault=name, detail=f"{fault} ({call})")
         is_death = fault.action in (Action.KILL_BEFORE, Action.KILL_AFTER, Action.LOSE_DATA, Action.LOSE_ALL)
         if report.status != (-signal.SIGKILL if is_death else 0):
@@ -201,20 +167,7 @@ class Trials:
             self._check(outcome, *_allowed(report))
         return outcome
 
-    def _random_kill(self, after_s: float) -> Outcome:
-        report, _ = self._save(Fault(action=Action.COUNT), after_s)
-        outcome = Outcome(fault=_KILLED_AT_RANDOM, detail=f"after {1e6 * after_s:.0f} µs: {report.lines}")
-        self._check(outcome, *_allowed(report))
-        return outcome
-
-    def _damage(self, name: str) -> Outcome:
-        _replace(self._folder, self._after)
-        file = DAMAGES[name](find(self._folder)[0] / self._random.choice(FILES), self._random)
-        outcome = Outcome(fault=name, detail=file.name)
-        self._check(outcome, {_OLD}, {_OLD}, file)
-        return outcome
-
-    def _check(self, outcome: Outcome, allowed: set[int], kept: set[int], damaged: Path | None = None) -> None:
+    def _check(self, outcome: Outcome, allowed: set[int], kept: set[int]) -> None:
         """Check which checkpoint is the newest, that nothing else was touched, and that training can go on."""
         bad: list[str] = []
         checkpoint = newest(self._folder, bad.append)
@@ -223,13 +176,12 @@ class Trials:
             outcome.problems.append(f"the newest is {outcome.newest} and not one of {sorted(allowed)}")
         elif not is_saved(checkpoint, outcome.newest):
             outcome.problems.append(f"{checkpoint.path.name} holds something else")
-        if len(bad) != bool(damaged) or (damaged and not _names(bad[0], damaged)):
+        if bad:
             outcome.problems.append(f"named as damaged: {bad}")
         visible = {path.name for path in find(self._folder)}
         for name in visible | {checkpoint_name(number) for number in kept}:
             try:
-                if not damaged or name != damaged.parent.name:
-                    load(self._folder / name)
+                load(self._folder / name)
             except DataError as error:
                 outcome.problems.append(f"an older one was touched: {error}")
         if not outcome.problems:
@@ -263,21 +215,9 @@ def _check_error(outcome: Outcome, fault: Fault, report: _Report) -> None:
         outcome.problems.append(f"the error does not have the cause: {report.error}")
 
 
-def _names(text: str, file: Path) -> bool:
-    return str(file.parent) in text and file.name in text and "\n" not in text
-
-
-def _replace(folder: Path, by: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    shutil.copytree(by, folder)
-
-
 def main() -> None:
-    folder = Path(sys.argv[1])
-    plan = Plan(**json.loads(sys.argv[2]))
     torch.set_num_threads(1)  # a process is forked that has no other threads
-    for outcome in Trials(folder, plan.seed).run(plan):
+    for outcome in Trials(Path(sys.argv[1])).run(int(sys.argv[2])):
         print(json.dumps(asdict(outcome)), flush=True)
 
 

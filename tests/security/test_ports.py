@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import sys
 import time
 from collections import Counter
@@ -16,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.harness import ROOT, command_for, processes_of, program
+from tests.distributed.harness import ROOT, command_for, on_two_hosts, processes_of
 from tests.security.running import Running, listening, running
 
 SCRIPT = str(Path(__file__).with_name("job_that_waits.py"))
@@ -50,16 +49,6 @@ class Row:
     def count(self, ranks: int) -> int:
         number, _, each = self.ports.partition(" ")
         return int(number) * (ranks if each == "a rank" else 1)
-
-
-def two_hosts(script: str) -> list[str]:
-    """The command of a job on two hosts; the second is this one with processes of its own, as a container has them."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    node = f"{program('torchrun')} --nnodes 2 --nproc-per-node 1 --rdzv-backend static --master-addr 127.0.0.1"
-    node += f" --master-port {port} --node-rank"
-    second = f"unshare --pid --fork --mount-proc {node} 1 {script} ddp"
-    return ["sh", "-c", f"{node} 0 {script} ddp & {second} && wait $!"]
 
 
 def table() -> list[Row]:
@@ -112,7 +101,7 @@ def expected(jobs: Iterable[str], ranks: int) -> Counter[tuple[str, str]]:
 
 def command(name: str) -> list[str]:
     if name == "hosts":
-        return two_hosts(SCRIPT)
+        return on_two_hosts(f"{SCRIPT} ddp")
     launcher, strategy = name.split()
     if launcher == "supervised":
         return [sys.executable, "-m", "trainer", "run", "-np", "2", sys.executable, SCRIPT, strategy]

@@ -1,33 +1,23 @@
-"""Targets that come from a disk, or from a command line that another program writes."""
+"""Targets that come from a disk that others can write."""
 
 from __future__ import annotations
 
 import contextlib
-import gzip
 import hashlib
 import io
 import json
 import os
-import struct
 import tempfile
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from horovod.runner import command as horovodrun
-
-from examples.datasets.mnist import read_idx
 from tests.security.fuzz.target import Target
 from trainer.checkpoint.disk.committed import Manifest, load, name_of, order_of
 from trainer.checkpoint.disk.durable import FileEntry
 from trainer.checkpoint.disk.lock import _read_holder
 from trainer.checkpoint.run.storage import load_run
-from trainer.errors import ConfigError, DataError
+from trainer.errors import DataError
 from trainer.ops import requeue
-from trainer.ops.supervise import options as supervise
-from trainer.ops.supervise.hosts import names, parse_hosts
-from trainer.report import run_record
 from trainer.untrusted import parse_json
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own in it)
@@ -115,46 +105,6 @@ def _lock(data: bytes) -> None:
     assert isinstance(_read_holder(_file("lock", data)), dict)
 
 
-def _hosts(data: bytes) -> None:
-    hosts = parse_hosts(data.decode())
-    assert parse_hosts(names(hosts)) == hosts
-
-
-def _hostfile(data: bytes) -> None:
-    given = Namespace(hosts=None, hostfile=str(_file("hosts", data)), num_proc=2, mpi_args="", use_gloo=True)
-    given.use_mpi = given.use_jsrun = None
-    horovodrun._set_hosts(given)
-    horovodrun._check_slots(given)
-
-
-@cache  # it takes as long as all the rest
-def _run_parser() -> ArgumentParser:
-    parser = supervise.make_parser("trainer")
-    supervise.add_parser(parser.add_subparsers())
-    return parser
-
-
-def _quietly(call: Callable[[], object]) -> None:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):  # --help
-        call()
-
-
-def _words(data: bytes) -> list[str]:
-    # As Python has them from a command line: without NULs, and with what is no UTF-8 as surrogates.
-    return [word.decode(errors="surrogateescape") for word in data.split(b"\0")]
-
-
-def _run_options(data: bytes) -> None:
-    _quietly(lambda: supervise.to_options(_run_parser().parse_args(["run", *_words(data)])))
-
-
-def _run_lines() -> list[bytes]:
-    return [
-        b"-np\0004\0-H\0a:2,b:2\0--min-np\0002\0--timeout\0001.5\0--gloo\0python\0train.py\0--epochs\00090",
-        b"-np=2\0--name=a\0--gloo\0--max-restarts\0003\0--\0python\0train.py",
-    ]
-
-
 def _requeue(data: bytes) -> None:
     """Decide by the logs of a start, whose first line is the file `unsaved`."""
     unsaved, _, messages = data.partition(b"\n")
@@ -164,40 +114,12 @@ def _requeue(data: bytes) -> None:
         assert isinstance(requeue.decide(1, folder, True, "true"), int)
 
 
-def _settings(data: bytes) -> None:
-    _file("settings.json", data)
-    run_record._checkpoints_of(_folder())
-
-
-def _idx(data: bytes) -> None:
-    for dimensions in (1, 3):
-        with contextlib.suppress(DataError):
-            assert read_idx(_file("images", data), dimensions=dimensions).dim() == dimensions
-
-
-def _packed_idx(data: bytes) -> None:
-    """Read an IDX file that is packed anew, or bytes that are no packed file."""
-    packed = data if data[:2] == b"\x1f\x8b" else gzip.compress(data, 1, mtime=0)
-    assert read_idx(_file("images.gz", packed), dimensions=3).dim() == 3
-
-
-def _idx_files() -> list[bytes]:
-    images = struct.pack(">BBBBIII", 0, 0, 8, 3, 2, 2, 3) + bytes(12)
-    return [images, struct.pack(">BBBBI", 0, 0, 8, 1, 5) + bytes(5), gzip.compress(images, mtime=0)]
-
-
 TARGETS = (
     Target("manifest", _manifest, _manifests, (DataError,)),
     Target("manifest, hashed anew", _hashed_manifest, _manifests, (DataError,)),
     Target("checkpoint's folder", _checkpoint, _manifests, (DataError,)),
     Target("a checkpoint's facts", _facts, _all_facts, (DataError,)),
     Target("checkpoints' lock", _lock, lambda: [b'{"job": "a job", "process": 1, "host": "a"}', b""]),
-    Target("-H", _hosts, lambda: [b"a:2,b:2", b"localhost", b"a-b.example:16,10.0.0.1:2"], (ConfigError, UnicodeError)),
-    Target("hostfile", _hostfile, lambda: [b"a slots=2\nb slots=4  # c\n\n", b"a.b slots=1\n"], (ValueError,)),
-    Target("trainer run's options", _run_options, _run_lines, (ConfigError,)),
     Target("requeue's logs", _requeue, lambda: [b"1\nsrun: error: a: task 0: Exited with exit code 75\n", b"\n"]),
-    Target("settings.json", _settings, lambda: [b'{\n  "checkpoints": "runs/checkpoints",\n  "a": null\n}\n']),
-    Target("IDX file", _idx, _idx_files),
-    Target("packed IDX file", _packed_idx, _idx_files, (DataError,)),
 )
 """Those of this module."""

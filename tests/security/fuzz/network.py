@@ -7,7 +7,6 @@ import hmac
 import importlib
 import json
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,11 +14,9 @@ from typing import Any, cast
 from unittest import mock
 
 import numpy as np
-from horovod.runner.http.http_server import Server, Store, _Handler
 
 from examples.strategies.parameter_server import wire
 from examples.strategies.parameter_server.wire import decode, encode
-from tests.security.fuzz.connections import Connection
 from tests.security.fuzz.target import Target
 from trainer.ops.doctor.call import MARK, Call, CallError
 from trainer.ops.doctor.remote import exchange
@@ -28,7 +25,6 @@ from trainer.ops.supervise.hosts import Host
 from trainer.watch.heartbeat import SIZE, Heartbeat, Record, State
 from trainer.watch.job_folder import HANG, JobVerdict, parse_verdict
 
-_KEY = "0123456789abcdef" * 2
 _TOKEN = "ab" * 32
 
 
@@ -51,40 +47,6 @@ def _add_up(data: bytes) -> None:
 def _chunks() -> list[bytes]:
     kinds = ("float32", "float64", "float16", "int64", "uint8", "bool")
     return [encode("bfloat16", bytes(8)), *(encode(kind, np.ones(4, kind).tobytes()) for kind in kinds)]
-
-
-class _Rendezvous(Server):
-    """The server without a socket that listens."""
-
-    def __init__(self) -> None:
-        self.store, self.key, self.server_address = Store(), _KEY, ("127.0.0.1", 1)
-        self._strangers, self._ranks, self._lock = {}, set(), threading.Lock()
-
-    def take(self, data: bytes) -> bytes:
-        connection: Any = Connection(data)
-        self._strangers[connection] = None
-        self.store.put("scope", "key", b"the value")
-        _Handler(connection, ("127.0.0.1", 2), self)
-        return bytes(connection.sent)
-
-
-def _ask_as_stranger(data: bytes) -> None:
-    if _KEY.encode() in data:
-        return
-    server = _Rendezvous()
-    answer = server.take(data)
-    assert b" 200 " not in answer, "a stranger was answered"
-    assert server.store.names() == {"scope/key"}, "a stranger has changed the store"
-
-
-def _ask_as_rank(data: bytes) -> None:
-    _Rendezvous().take(data.replace(b"KEY", _KEY.encode()))
-
-
-def _requests() -> list[bytes]:
-    head = b" HTTP/1.1\r\nHost: a\r\nContent-Length: "
-    gets = [method + b" /KEY/scope/key" + head + b"0\r\n\r\n" for method in (b"GET", b"DELETE", b"POST")]
-    return [*gets, b"PUT /KEY/scope/name" + head + b"5\r\n\r\nvalue", gets[0] + gets[1]]
 
 
 class _Writer:
@@ -188,8 +150,6 @@ def _heard() -> Sequence[bytes]:
 
 TARGETS = (
     Target("parameter server's chunk", _add_up, _chunks, (ValueError,)),
-    Target("rendezvous, stranger", _ask_as_stranger, _requests, (OSError,)),
-    Target("rendezvous, rank", _ask_as_rank, _requests, (OSError,)),
     Target("doctor's exchange", _exchange, lambda: [_asked(1), _asked(0), _asked(100, 1)]),
     Target("doctor's answers", _answer_doctor, _answers),
     Target("heartbeat", _heartbeat, _heartbeats),
