@@ -1,6 +1,6 @@
 """Trainings that lose a rank, their launcher or their supervisor: whether they end as if nothing had happened.
 
-    python benchmarks/faults.py --trials 78
+    python benchmarks/faults.py --trials 54
 
 Each trial starts a training with `trainer run` on two ranks of this host, makes one fault at a random update, and waits
 for the end. A trial has ended right if the exit codes are the documented ones, one restart was enough, no process is
@@ -67,7 +67,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--trials", type=int, default=39, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--trials", type=int, default=27, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--launcher", action="append", choices=LAUNCHERS, help="may be repeated (default: all)")
     parser.add_argument("--fault", action="append", choices=list(FAULTS), help="may be repeated (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")

@@ -25,7 +25,6 @@ from tests.terminal import Session, run_on_terminal
 
 pytestmark = pytest.mark.timeout(150)
 
-
 SCRIPT = ROOT / "tests" / "distributed" / "launched.py"
 _STARTED_S, _ENDED_S = 60.0, 30.0
 
