@@ -56,7 +56,7 @@ test-fast: setup  ## Run the tests that start no jobs and wait for nothing, in a
 test-jobs: setup  ## Run the tests that start jobs, those of `make test` that `make test-fast` leaves out
 	@$(IN_VENV) python -m pytest -m "(distributed or gpu) and not docker and not slow" $(TWO_AT_A_TIME) $(ARGS)
 
-test-security: setup  ## Attack the ports of jobs, a hundred jobs with both published exploits; minutes
+test-security: setup  ## Attack the ports of jobs, also with both published exploits; minutes
 	@$(IN_VENV) python -m pytest tests/security $(ARGS)
 
 fuzz: setup  ## Send a hundred thousand inputs to each parser of what others may write; takes long
@@ -117,7 +117,7 @@ bench: setup  ## Compare with plain Horovod, DDP, Fabric, Accelerate and the mac
 	@$(IN_VENV) python scripts/install/peers.py
 	@$(IN_VENV) python benchmarks/compare.py --data-dir "$(DATA_DIR)" $(ARGS)
 
-accuracy: setup  ## Train the default recipe for seeds 0-4 on 1, 2 and 4 processes: the README's table
+accuracy: setup  ## Train the default recipe for seeds 0-4 on 1, 2 and 4 processes: the table of docs/performance.md
 	@$(IN_VENV) python benchmarks/accuracy.py --data-dir "$(DATA_DIR)" $(ARGS)
 
 check-gpu: setup  ## On a machine with GPUs: run tests/gpu, then train over NCCL and through DDP; tables

@@ -37,7 +37,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def open_own(path: Path, mode: str) -> io.FileIO:
-    """Open a file to be changed, without a buffer, and no other one to which somebody has put a link in its place.
+    """Open a file to be changed, without a buffer. A link that somebody has put in its place is refused.
 
     Raises:
         OSError: it cannot be opened, or is a link or no regular file. Its folder may be a link.

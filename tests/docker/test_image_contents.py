@@ -1,4 +1,4 @@
-"""The image's SBOM names what is in it, its labels say where it comes from, and its node listens with sshd alone."""
+"""The image's SBOM names what is in it, and its node listens with sshd alone."""
 
 from __future__ import annotations
 

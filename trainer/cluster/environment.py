@@ -33,7 +33,7 @@ class Launch:
     """Processes on this host."""
 
 
-# Without these, a launcher that calls another one says nothing of this process.
+# Without these, a launcher that calls another launcher says nothing of this process.
 _SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "PMI_SIZE")
 
 
@@ -101,10 +101,10 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _refuse_nested(candidates: list[Launch], environ: Mapping[str, str]) -> None:
-    """Refuse a launcher that several ranks of another one have called, each for a training of its own.
+    """Refuse a launcher that several ranks of an outer launcher have called, each for a training of its own.
 
-    The other one may be the usual way to start on every node: torchrun is called once on each node, and mpirun has srun
-    start its daemons. Our horovodrun refuses it earlier (`nested.py` in third_party/horovod/overlay).
+    The outer launcher may be the usual way to start on every node: torchrun is called once on each node, and mpirun has
+    srun start its daemons. Our horovodrun refuses it earlier (`nested.py` in third_party/horovod/overlay).
 
     Raises:
         ConfigError: names both launchers.

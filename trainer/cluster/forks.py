@@ -15,7 +15,7 @@ from trainer.cluster.processes import read_process
 _TASKS = Path("/proc/self/task")
 _wait_s = 0.2
 _SHORT_WAIT_S = 0.01
-"""The wait once a thread has not slept for the whole time: it may be one that never does."""
+"""The wait once a thread has not slept for the whole time: it may be a thread that never sleeps."""
 _POLL_S = 0.0005
 
 

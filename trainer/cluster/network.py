@@ -79,7 +79,7 @@ def choose_nccl_interface(address: str | None = None) -> None:
     horovodrun cannot tell it over MPI where the hosts' interfaces have different names.
 
     Args:
-        address: this host's on that interface; the one on the user's or the launcher's network when None.
+        address: this host's address on that interface; when None, that on the user's or the launcher's network.
     """
     address = address or _of_user() or _of_launcher()
     if is_in_nccl_conf("NCCL_SOCKET_IFNAME"):  # which gives way to a variable

@@ -70,9 +70,9 @@ def usr2_blocked() -> Iterator[None]:
     """Block SIGUSR2 within the context, so that processes which this thread starts do not get it.
 
     Slurm sends it to all processes of a rank, and the rank would fail without its workers before it has saved. A
-    process that is forked could ignore it from its first line on. One that is spawned begins with the default action,
-    which ends it, but with the blocked signals of the thread that has started it. This process gets a signal that
-    comes meanwhile afterwards.
+    process that is forked could ignore it from its first line on. A spawned process begins with the
+    default action, which would end it, but it inherits the blocked signals of the thread that started it. This process
+    gets a signal that comes meanwhile afterwards.
     """
     earlier = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
     try:

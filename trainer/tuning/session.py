@@ -41,7 +41,7 @@ def _may_leave_its_session() -> bool:
 
 
 def _join_a_new_group() -> None:
-    """Move this process to another group, because who leads one can't leave its session.
+    """Move this process to another group, because the leader of a group cannot leave its session.
 
     Not to its parent's: what is sent to the rank's group at this moment would reach `mpirun`.
     """

@@ -246,8 +246,8 @@ def report_join(rank: int) -> None:
 def _note_sigterm(file: Path) -> None:
     """Have the file get this thread's stack at SIGTERM, before the signal does what it does without this.
 
-    A launcher sends it to the ranks that a dead one leaves behind. Most wait in a collective then, where Python runs no
-    handler; this one is in C. A handler that the program sets later takes its place.
+    A launcher sends it to the ranks that a dead rank leaves behind. Most wait in a collective then, where Python runs
+    no handler; this handler is in C. A handler that the program sets later replaces it.
     """
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600)
     faulthandler.register(signal.SIGTERM, file=descriptor, all_threads=False, chain=True)
@@ -433,7 +433,7 @@ def report_failure(kind: str, message: str, rank: int, collective: str = "") -> 
 
     Args:
         rank: this rank's number, as it may not have joined yet.
-        collective: the one that has failed according to the error's stack, if it has noted no wait; "" if none.
+        collective: that has failed by the error's stack, used if the rank has noted no wait; "" if none.
     """
     report_join(rank)
     if _record is not None:

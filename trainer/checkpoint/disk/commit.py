@@ -174,7 +174,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def _hide(path: Path) -> None:
-    """Give a checkpoint a name that is no checkpoint's, so that no removal of its files leaves half of one."""
+    """Rename a checkpoint so that it no longer counts as one: an interrupted removal leaves no half checkpoint."""
     hidden = _hidden(path.parent, path.name, "removed")
     _delete(hidden)
     path.rename(hidden)

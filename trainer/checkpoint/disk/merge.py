@@ -17,7 +17,7 @@ def add_parser(subparsers: Any) -> None:
     """Add `trainer merge` to the command line's subcommands."""
     help_text = "make one file of a checkpoint that ranks have written in parts"
     parser = subparsers.add_parser("merge", help=help_text, description=_DESCRIPTION)
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or one whose newest is taken")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or a folder of checkpoints")
     parser.add_argument("file", type=Path, metavar="FILE", help="the file to make; it must not be there yet")
 
 

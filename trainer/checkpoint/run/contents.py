@@ -71,7 +71,7 @@ class Contents:
 
     @property
     def lacks_schedule(self) -> bool:
-        """Whether a scheduler of torch's sets a learning rate, and no object is one or has one's optimizer."""
+        """Whether a scheduler of torch's sets a learning rate, and no object in `state` is, or has, it."""
         kinds = LearningRate | UsersSchedule
         if any(isinstance(value, kinds) or hasattr(value, "optimizer") for value in self.objects.values()):
             return False

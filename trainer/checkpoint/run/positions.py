@@ -14,7 +14,7 @@ from trainer.errors import ConfigError
 class Positions:
     """The passes over loaders: they are noted, and those of an interrupted run are given back to its loaders.
 
-    A loop may go over several loaders in an epoch, or over one several times. Passes that the interrupted run has
+    A loop may use several loaders in an epoch, or the same loader several times. Passes that the interrupted run has
     completed in its last epoch yield nothing when that epoch is gone over again.
 
     Args:
@@ -24,7 +24,7 @@ class Positions:
 
     def __init__(self, interrupted: Sequence[Mapping[str, Any]], saved_in: int | None) -> None:
         self.first: Loader | None = None
-        """The loader whose pass began first, among those that are in one."""
+        """Of the loaders that are in a pass, the one whose pass began first."""
         self.has_begun = False
         """Whether the loop over the epochs has begun. Passes before it, such as a look at a batch, do not count."""
         self._interrupted, self._saved_in = interrupted, saved_in
@@ -50,7 +50,7 @@ class Positions:
             self._give(number, loader)
 
     def begin_epoch(self) -> None:
-        """Forget the passes of the epoch before, and the end of one that its loop has not asked for."""
+        """Forget the last epoch's passes, also a pass whose end its loop has not asked for."""
         self._passes.clear()
         for loader in self.loaders:
             loader.passes_done_before_resume = 0

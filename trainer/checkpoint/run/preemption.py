@@ -21,7 +21,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class Preemption:
-    """The signals of `SIGNALS` that came since it was made, and what follows one.
+    """The signals of `SIGNALS` that came since it was made, and what a signal leads to.
 
     Args:
         is_saved: called in a thread. Returns whether all that the process has to save is saved.
@@ -80,7 +80,7 @@ def _ignore_usr2() -> None:
     """Ignore SIGUSR2 until the process has ended.
 
     Python gives each signal with a handler its default action back as it ends. A job script repeats SIGUSR2 until the
-    ranks have ended, and would end one that has saved with another exit code, while it leaves the job.
+    ranks have ended. A rank that has saved and is leaving the job would then end with another exit code.
     """
     if threading.current_thread() is threading.main_thread():  # the thread that watches ends the process at once
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)

@@ -60,7 +60,7 @@ class HostFacts:
         return self.host.name
 
     def way(self, other: HostFacts) -> Way:
-        """Return what the name of another host leads to on this one; an empty one where that is not known."""
+        """Return what the name of another host leads to on this host; an empty `Way` where that is not known."""
         return Way(**dict(self.answer["names"]).get(other.peer, {}))
 
 

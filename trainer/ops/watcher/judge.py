@@ -119,8 +119,8 @@ def _waiting_and_absent(host: Host) -> tuple[dict[int, View], dict[int, View]]:
 def _minority(waiting: Mapping[int, View]) -> dict[int, View]:
     """Return the ranks that wait in another collective than most; in a tie, all ranks.
 
-    By the flight recorder, ranks are compared that wait for the same number of a process group: one with a larger
-    number has called the others' collective too, and has only completed it earlier.
+    By the flight recorder, ranks are compared that wait for the same number of a process group: a rank with a
+    larger number has called the others' collective too, and completed it earlier.
     """
     minority = set[int]()
     for ranks in _grouped(lambda view: view.is_recorded and view.what.partition(":")[0], waiting).values():

@@ -115,7 +115,7 @@ def _apply_stack(view: View, frames: Sequence[Frame], *, computes: bool) -> None
         computes: whether that thread does now.
     """
     is_recorded = view.enqueued > 0 and time.monotonic() - view.read_at < _FRESH_S
-    # Where no collective waits, the main thread waits for a thread of autograd's, and that one for nobody else.
+    # Where no collective waits, the main thread waits for a thread of autograd's, which waits for nobody else.
     is_alone = is_in_backward(frames) and (is_recorded or computes)
     if has_called(_DEBUGGER, frames):
         view.doing = Doing.DEBUGS
