@@ -229,7 +229,7 @@ class Run:
             create_graph: must be false, because mean gradients have no graph.
             samples: how many samples (tokens, steps of an episode, …) the loss is a mean over, if its batch is not from
                 a loader of this run. Earlier passes within `no_sync` belong to the same update. All ranks give it, or
-                none does.
+                none does. With 0, nothing of this rank's pass counts, nor what other ranks' losses make of its rows.
             reduction: "sum" for a loss that is a sum over its batch: gradients are those of the sum over all ranks'
                 samples.
 

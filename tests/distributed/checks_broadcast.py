@@ -17,6 +17,8 @@ def tensors_of(rank: int, device: torch.device) -> list[Tensor]:
         ordered.to(torch.bfloat16).view(2, 6),
         torch.tensor([rank == 0, rank != 0], device=device),
         torch.tensor(rank + 7, device=device),
+        torch.tensor([rank + 7, 3], dtype=torch.int16, device=device),
+        torch.tensor([rank + 0.5], device=device).to(torch.float8_e4m3fn),
         torch.empty(0, device=device),
         (ordered.view(3, 4) + 0.5).to(memory_format=torch.contiguous_format)[:, 1:3],
     ]

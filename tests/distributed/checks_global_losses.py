@@ -121,6 +121,21 @@ def check_a_copy_of_a_model_leaves_padding_batches_out(strategy: Strategy) -> No
     assert_same_on_all_ranks(strategy, averaged)
 
 
+def check_a_model_of_an_earlier_run_leaves_the_padding_batches_of_this_one_out(strategy: Strategy) -> None:
+    if strategy.shards:
+        return
+    batch = BATCH * strategy.world.size
+    data, model, alone = make_data(batch + 3), make_model(batch_norm=True), make_model(batch_norm=True)
+    for _ in range(2):
+        run = init(strategy, sync_batch_norm=True)
+        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        for inputs, targets in run.loader(data, BATCH, shuffle=False):
+            run.backward(F.cross_entropy(wrapped(inputs), targets))
+        for begin in (0, batch):
+            alone(data.inputs[begin : begin + batch])
+    assert_equal(model, alone, 1e-11)
+
+
 def check_samples_in_a_padding_batch_count_nothing(strategy: Strategy) -> None:
     batch = BATCH * strategy.world.size
     data, model, expected = make_data(batch + 1), make_model(), make_model()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -110,15 +109,6 @@ def test_strangers_that_say_nothing_keep_nobody_out(ports: list[int]) -> None:
     assert tried(ports[:1])["errors"] == {str(ports[0]): ""}
     for stranger in strangers:
         stranger.close()
-
-
-def test_listening_goes_on_when_there_are_file_descriptors_again(listening: Call, ports: list[int]) -> None:
-    process = listening._process.pid
-    limits = resource.prlimit(process, resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    with socket.create_connection((LOCAL, ports[0]), timeout=5):
-        time.sleep(0.2)
-        resource.prlimit(process, resource.RLIMIT_NOFILE, limits)
-        assert tried(ports[:1])["errors"] == {str(ports[0]): ""}
 
 
 def test_messages_that_are_larger_than_what_gets_through(ports: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

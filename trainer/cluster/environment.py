@@ -81,13 +81,15 @@ def launches(environ: Mapping[str, str] = os.environ) -> list[Launch]:
 
 
 def _without_copies(candidates: list[Launch], environ: Mapping[str, str]) -> list[Launch]:
-    """Leave torchrun out where a script, or `trainer.init`, has set its variables to what another launcher says.
+    """Leave torchrun out where a script, an image or `trainer.init` has set its variables beside another launcher's.
 
-    torchrun itself also sets TORCHELASTIC_RUN_ID.
+    torchrun itself also sets TORCHELASTIC_RUN_ID, and whoever starts ranks by hand MASTER_ADDR.
     """
     first, *others = candidates or [Launch()]
+    if not others or first.launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environ:
+        return candidates
     is_copy = any((other.rank, other.size) == (first.rank, first.size) for other in others)
-    return others if is_copy and first.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in environ else candidates
+    return others if is_copy or "MASTER_ADDR" not in environ else candidates
 
 
 def _non_empty(environ: Mapping[str, str]) -> Mapping[str, str]:

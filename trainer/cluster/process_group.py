@@ -6,6 +6,7 @@ whatever sums its gradients.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from trainer.cluster.environment import set_default
 from trainer.cluster.network import address_toward_master, choose_gloo_interface, gloo_on_loopback
+from trainer.cluster.output import warn
 from trainer.cluster.rendezvous import Rendezvous, init_process_group
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
@@ -40,7 +42,10 @@ def join_group(world: World) -> tuple[dist.ProcessGroup | None, Callable[[], Non
     _set_ranks(world)
     if dist.is_initialized():  # by an earlier run in this process, or by the script, which then also ends it
         _check_ranks(world)
-        host_group: Any = None if "cpu" in dist.get_backend_config() else dist.new_group(backend="gloo")
+        if "cpu" in dist.get_backend_config():
+            return None, lambda: None
+        choose_gloo_interface(address_toward_master(is_one_host=world.local_size == world.size))
+        host_group: Any = dist.new_group(backend="gloo")
         return host_group, lambda: None
     backend = "gloo"
     if world.device.type == "cuda":
@@ -62,22 +67,27 @@ def join_group(world: World) -> tuple[dist.ProcessGroup | None, Callable[[], Non
 def _leave() -> None:
     if dist.is_initialized():  # else the script has ended it
         dist.destroy_process_group()
-        # Gloo's threads release their last tensor a moment later, and need Python for that. Where Python is already
-        # shutting down by then, they abort the process (1 run in 6, measured).
-        time.sleep(_GLOO_SHUTDOWN_S)
+    # Gloo's threads release their last tensor a moment later, and need Python for that. Where Python is already
+    # shutting down by then, they abort the process (1 run in 6, measured).
+    time.sleep(_GLOO_SHUTDOWN_S)
 
 
 def _set_ranks(world: World) -> None:
     """Set torchrun's variables for this rank. Its addresses stay unset: no store listens at any."""
-    if world.size > 1:
-        facts = {
-            "RANK": world.rank,
-            "WORLD_SIZE": world.size,
-            "LOCAL_RANK": world.local_rank,
-            "LOCAL_WORLD_SIZE": world.local_size,
-        }
-        for name, value in facts.items():
-            set_default(name, str(value))
+    if world.size == 1 or world.launcher == "torchrun":
+        return
+    facts = {"RANK": str(world.rank), "WORLD_SIZE": str(world.size)}
+    if other := [name for name, value in facts.items() if os.environ.get(name, "") not in ("", value)]:
+        if world.is_root:
+            warn(
+                f"{other[0]} is {os.environ[other[0]]}, and {world.launcher} has started this as rank {world.rank} of "
+                f"{world.size}: libraries that read it take a wrong part of the data; unset it"
+            )
+        return
+    if world.device.index in (None, world.local_rank):  # else LOCAL_RANK would not be the number of this rank's GPU
+        facts |= {"LOCAL_RANK": str(world.local_rank), "LOCAL_WORLD_SIZE": str(world.local_size)}
+    for name, value in facts.items():
+        set_default(name, value)
 
 
 def _check_ranks(world: World) -> None:

@@ -40,14 +40,11 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
     report_failures()
     wait_for_threads_before_forks()
     if isinstance(strategy, Strategy):
-        joined = wrapped(strategy)
-        joined.connect()
-        return joined
+        return _connected(wrapped(strategy))
     world = _world_to_join(strategy, config)
     hang_timeout_s = hang.hang_timeout_s(config.hang_timeout_s)
     with _said_until_connected(world, _UNCONNECTED, hang.start_limit_s(hang_timeout_s)):
-        joined = wrapped(make_strategy(strategy, world))
-        joined.connect()
+        joined = _connected(wrapped(make_strategy(strategy, world)))
         facts = (world.host, machine_id(), gpu_id(world.device), hang.describe(world, hang_timeout_s))
         hosts, machines, gpus, watched = zip(*joined.all_gather_object(facts), strict=True)
     hang.start(joined.world, watched, joined.flight_recorder)
@@ -57,6 +54,14 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
     _print_first_line(joined, hosts, tuning)
     report_phase("joined")
     return joined
+
+
+def _connected(strategy: Strategy) -> Strategy:
+    """Connect the strategy, unless an earlier run has."""
+    if not strategy.is_connected:
+        strategy.connect()
+        strategy.is_connected = True
+    return strategy
 
 
 def _world_to_join(strategy: str, config: RunConfig) -> World:

@@ -26,7 +26,7 @@ from trainer.loop.consistency import (
 )
 from trainer.loop.gradients import parameters_of
 from trainer.models.global_batch import GlobalBatch
-from trainer.models.sync_batch_norm import convert_sync_batch_norm
+from trainer.models.sync_batch_norm import GlobalBatchNorm, convert_sync_batch_norm
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import GradientSynchronizer, Synchronizer
 
@@ -253,6 +253,9 @@ class Prepared:
         _end_earlier(model)
         if not strategy.shards:
             model.to(strategy.world.device)
+        for layer in model.modules():
+            if isinstance(layer, GlobalBatchNorm):  # of an earlier run, or loaded from a file
+                layer.batch = self.batch
         if config.sync_batch_norm:
             convert_sync_batch_norm(model, self.batch)
         if config.compile and not strategy.shards:

@@ -27,6 +27,12 @@ _AHEAD = (
 )
 
 
+_COUNT_DIFFERENTLY = (
+    "the loss is of several batches of run.loader that count differently, such as the last batches of two loaders; "
+    "call run.backward once for each batch's loss, right after its forward pass"
+)
+
+
 class Weighing:
     """The weights of a `Run`'s backward passes.
 
@@ -64,7 +70,7 @@ class Weighing:
             self._count_pass()
         self.is_local = is_in_no_sync or not batches.current.closes_update
         seen = batches.pop_forwarded_batches() if batches.is_watching or samples is not None else []
-        is_padding = batches.has_loader and batches.current.count == 0
+        is_padding = batches.has_loader and self._is_padding(seen)
         if samples is not None:
             self.weight = self._weight_of_samples(0.0 if is_padding else samples)
         elif is_sum:
@@ -85,14 +91,18 @@ class Weighing:
         closes = self._passes % self._accumulate == 0
         self.batches.activate(Step(None, 1, 1 / self._accumulate, closes))
 
+    def _is_padding(self, seen: list[Batch]) -> bool:
+        """Return whether this rank has no sample in the pass's batches."""
+        found = {batch.step.count == 0 for batch in seen} or {self.batches.current.count == 0}
+        if len(found) > 1:
+            raise TrainerError(_COUNT_DIFFERENTLY)
+        return found.pop()
+
     def _weight_of_batches(self, seen: list[Batch]) -> float:
         # With two batches of the same loader, the script has skipped the backward pass of the first: the last counts.
         weights = set({batch.loader: batch.step.weight for batch in seen}.values())
         if len(weights) > 1:
-            raise TrainerError(
-                "the loss is of several batches of run.loader that count differently, such as the last batches of "
-                "two loaders; call run.backward once for each batch's loss, right after its forward pass"
-            )
+            raise TrainerError(_COUNT_DIFFERENTLY)
         if not seen and self.batches.batch_is_ambiguous and not self._has_warned:
             self._has_warned = True
             print_line(_AHEAD, sys.stderr)

@@ -30,6 +30,8 @@ class Strategy(Collectives):
     subclass overrides; all else goes over torch.distributed's default process group.
     """
 
+    is_connected = False
+    """Whether `connect` has been called, and `close` not since."""
     shards = False
     """Whether each rank keeps only a part of the parameters and of their gradients.
 
@@ -49,7 +51,7 @@ class Strategy(Collectives):
     def connect(self) -> None:
         """Make torch.distributed's default process group, unless the script has made it. Collective.
 
-        `trainer.init` calls it before any other method.
+        `trainer.init` calls it once, before any other method.
 
         Raises:
             ConfigError: the launcher provides no rendezvous, or the script's group has other ranks than the job.
@@ -60,7 +62,7 @@ class Strategy(Collectives):
 
     def close(self) -> None:
         """Leave the job. Nothing can be exchanged afterwards; a second call does nothing."""
-        leave, self._leave = self._leave, None
+        leave, self._leave, self.is_connected = self._leave, None, False
         if leave is not None:
             leave()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +46,8 @@ class Collectives:
             flat: the gradients, one-dimensional and contiguous, on the world's device; not to be changed until then.
             name: the same for each message of its kind and for no other; no two are under way at the same time.
         """
-        wait: Callable[[], object] = dist.all_reduce(flat, async_op=True).wait
+        group = self.host_group if flat.device.type == "cpu" else None
+        wait: Callable[[], object] = dist.all_reduce(flat, group=group, async_op=True).wait
         return wait
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Collectives:
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with rank 0's, in place; return it."""
-        return self._in_place(partial(dist.broadcast, src=0), tensor)
+        return self._in_place(_broadcast_bytes, tensor)
 
     def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite each of `tensors` with rank 0's, in place."""
@@ -94,6 +94,11 @@ class Collectives:
         dense = (tensor.cpu() if self.over_host_memory else tensor).contiguous()
         collective(dense, group=self.host_group if dense.device.type == "cpu" else None)
         return tensor if dense is tensor else tensor.copy_(dense)
+
+
+def _broadcast_bytes(dense: Tensor, group: dist.ProcessGroup | None) -> None:
+    # As bytes, because Gloo knows neither all integers nor eight-bit floats.
+    dist.broadcast(dense.view(-1).view(torch.uint8), src=0, group=group)
 
 
 note_waits(Collectives, {name: name for name in _NOTED}, counts=True)

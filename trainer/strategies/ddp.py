@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch.distributed as dist
+
 from trainer.cluster.world import World
+from trainer.errors import ConfigError
 from trainer.strategies.base import Strategy
 from trainer.tuning import tune
 from trainer.watch.recorder import find_recorder
@@ -28,3 +31,11 @@ class DDPStrategy(Strategy):
         is_over_nccl = world.device.type == "cuda"
         self.flight_recorder = find_recorder(is_over_nccl=is_over_nccl)
         self.description = f"{self.name} over {'NCCL' if is_over_nccl else 'Gloo'}, {world}"
+
+    def connect(self) -> None:
+        super().connect()
+        if self.world.device.type == "cuda" and "cuda:nccl" not in dist.get_backend_config():
+            raise ConfigError(
+                f"torch.distributed's process group was made before trainer.init as {dist.get_backend_config()}, and "
+                f"strategy {self.name} exchanges over NCCL; make it as 'cpu:gloo,cuda:nccl', or leave it to init"
+            )
