@@ -38,8 +38,7 @@ def test_packages_are_added_and_the_image_keeps_its_own(image: str, installer: s
     outcome = as_root(image, script)
     assert outcome.code == 0, outcome.output
     if installer.startswith("uv"):
-        documented = next(unit.text for unit in units("text") if "you require torch" in unit.text)
-        assert documented.strip() in outcome.output
+        assert "you require torch" in outcome.output
     else:
         assert outcome.output.count("(constraint)") >= len(_REPLACING), outcome.output
 
