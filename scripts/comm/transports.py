@@ -138,6 +138,7 @@ class StrategyTransport(Transport):
 
     def __init__(self, world: World, rendezvous: Rendezvous) -> None:
         self._strategy: Any = make_strategy(STRATEGIES[self.key], world)
+        self._strategy.connect()
 
     def all_reduce(self, tensor: Tensor) -> None:
         self._strategy.sum_gradients(tensor)

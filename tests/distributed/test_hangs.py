@@ -149,9 +149,9 @@ def test_a_job_that_hangs_is_started_again_and_the_verdict_is_told(supervised: S
     ended = supervised.run("-np", "2", "--gloo", "--hang-timeout", "4", "--timeout", "80", *command("SIGSTOP"))
     assert ended.code == 0, ended.output
     first, second = ended.attempts()
-    assert first["verdict"] == "hung"
+    assert first["event"] == "hung"
     assert re.fullmatch(r"no progress for \d+ s: rank 1 on \S+ did not come to the gradients of step \d+", first["end"])
-    assert second["verdict"] == "done"
+    assert second["event"] == "done"
     assert ended.output.count("trainer: hang: no progress") == 1
 
 
@@ -168,7 +168,7 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on_afterwards(supervised: Supervi
         time.sleep(wait_s)
     ended = supervised.wait(process)
     assert ended.code == 0, ended.output
-    assert [one["verdict"] for one in ended.attempts()] == ["done"]
+    assert [attempt["event"] for attempt in ended.attempts()] == ["done"]
     assert "trainer: hang: " not in ended.output
     assert ended.output.count("are stopped; hangs are watched for when they go on") == 1
 

@@ -282,7 +282,7 @@ def test_horovodrun_and_the_library_know_the_same_launchers() -> None:
         with pytest.raises(ConfigError, match=f"^horovodrun with 2 and {outer} with 2 processes are nested"):
             read_launch({**ELSEWHERE[outer], **inside})
     with pytest.raises(ConfigError, match=r"^torchrun with 2 and horovodrun with 2 processes are nested"):
-        read_launch({**ELSEWHERE["torchrun"], **inside})
+        read_launch({**ELSEWHERE["torchrun"], "TORCHELASTIC_RUN_ID": "7", **inside})
 
 
 @pytest.mark.distributed
