@@ -44,13 +44,13 @@ setup:  ## Make .venv: the locked packages, Horovod compiled with our patches
 run: setup  ## Train MNIST on NP processes (2) through horovodrun; ends with the test accuracy
 	@$(IN_VENV) horovodrun -np $(NP) -H localhost:$(NP) python examples/mnist.py --epochs $(EPOCHS) --data-dir "$(DATA_DIR)" $(ARGS)
 
-test: $(if $(ARGS),setup,test-fast test-jobs)  ## Run the tests, those with real processes included; some 25 minutes on two cores
+test: $(if $(ARGS),setup,test-fast test-jobs)  ## Run the tests, those with real processes included; some 12 minutes on two cores
 	@$(if $(ARGS),$(IN_VENV) python -m pytest -m "not docker and not slow" $(ARGS))
 
 test-all: setup  ## Run every test but those with containers, all launchers with all strategies included
 	@$(IN_VENV) python -m pytest -m "not docker" $(TWO_AT_A_TIME) $(ARGS)
 
-test-fast: setup  ## Run the tests that start no jobs and wait for nothing, in a minute or two
+test-fast: setup  ## Run the tests that start no jobs and wait for nothing, in a minute
 	@$(IN_VENV) python -m pytest -m "not distributed" -n 3 --dist worksteal $(if $(filter tests/%,$(ARGS)),,tests/unit tests/security) $(ARGS)
 
 test-jobs: setup  ## Run the tests that start jobs, those of `make test` that `make test-fast` leaves out
