@@ -148,7 +148,7 @@ LOOPS: dict[str, Callable[[Workload, nn.Module, int], Joined]] = {
 def main() -> None:
     report_failures()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library", choices=LOOPS)
+    parser.add_argument("contestant", choices=LOOPS)
     parser.add_argument("--network", choices=WORKLOADS, default=TUTORIAL, help="(default: %(default)s)")
     parser.add_argument("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="(default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=2, metavar="N", help="(default: %(default)s)")
@@ -156,7 +156,7 @@ def main() -> None:
     args = parser.parse_args()
     workload = WORKLOADS[args.network]
     network = workload.make(args.seed)
-    joined = LOOPS[args.library](workload, network, args.seed)
+    joined = LOOPS[args.contestant](workload, network, args.seed)
     train_and_report(joined, workload, network, args.data_dir, epochs=args.epochs, seed=args.seed)
     joined.close()
 

@@ -1,4 +1,4 @@
-"""Finding, signalling and killing a job's processes by its mark, here and through a stand-in of ssh."""
+"""Find a job's processes, send them signals and kill them, on this host and through a program in place of ssh."""
 
 from __future__ import annotations
 
