@@ -70,11 +70,10 @@ class Weighing:
             self._count_pass()
         self.is_local = is_in_no_sync or not batches.current.closes_update
         seen = batches.pop_forwarded_batches() if batches.is_watching or samples is not None else []
-        is_padding = batches.has_loader and self._is_padding(seen)
         if samples is not None:
-            self.weight = self._weight_of_samples(0.0 if is_padding else samples)
+            self.weight = self._weight_of_samples(samples if self._has_samples(seen) else 0.0)
         elif is_sum:
-            self.weight = 0.0 if is_padding else float(self._strategy.world.size)
+            self.weight = float(self._strategy.world.size) if self._has_samples(seen) else 0.0
         elif batches.has_loader:
             self.weight = self._weight_of_batches(seen) if batches.is_watching else batches.current.weight
         else:
@@ -91,12 +90,12 @@ class Weighing:
         closes = self._passes % self._accumulate == 0
         self.batches.activate(Step(None, 1, 1 / self._accumulate, closes))
 
-    def _is_padding(self, seen: list[Batch]) -> bool:
-        """Return whether this rank has no sample in the pass's batches."""
-        found = {batch.step.count == 0 for batch in seen} or {self.batches.current.count == 0}
+    def _has_samples(self, seen: list[Batch]) -> bool:
+        """Return whether the pass's batches are no padding; of a loader's batches, the last counts."""
+        found = set({batch.loader: batch.step.count > 0 for batch in seen}.values())
         if len(found) > 1:
             raise TrainerError(_COUNT_DIFFERENTLY)
-        return found.pop()
+        return found.pop() if found else self.batches.current.count > 0
 
     def _weight_of_batches(self, seen: list[Batch]) -> float:
         # With two batches of the same loader, the script has skipped the backward pass of the first: the last counts.
