@@ -122,6 +122,8 @@ def test_what_sends_less_does_not_go_with_a_loss_scale(setting: dict[str, Any]) 
             (launcher, {**given, **RANKS})
             for launcher, given in (("mpirun", MPIRUN), ("horovodrun", HOROVODRUN), ("srun", SRUN))
         ),
+        # MPICH's mpiexec, whose script hands the rank on.
+        ("torchrun", {**RANKS, "PMI_RANK": "3", "PMI_SIZE": "4"}),
         # What an image or an operator has set for another job.
         ("horovodrun", {**HOROVODRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}),
         # Scripts hand one launcher's rank on in another one's variables.

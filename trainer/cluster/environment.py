@@ -86,7 +86,10 @@ def _without_copies(candidates: list[Launch], environ: Mapping[str, str]) -> lis
     torchrun itself also sets TORCHELASTIC_RUN_ID, and whoever starts ranks by hand MASTER_ADDR.
     """
     first, *others = candidates or [Launch()]
-    if not others or first.launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environ:
+    # Of another mpiexec than Open MPI's only the variables are known: its ranks find one another by torchrun's.
+    if not others or others[0].launcher not in LAUNCHERS:
+        return candidates
+    if first.launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environ:
         return candidates
     is_copy = any((other.rank, other.size) == (first.rank, first.size) for other in others)
     return others if is_copy or "MASTER_ADDR" not in environ else candidates
