@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.cluster.environment import set_default
+from trainer.cluster.launchers import LAUNCHERS
 from trainer.cluster.network import address_toward_master, choose_gloo_interface, gloo_on_loopback
 from trainer.cluster.output import warn
 from trainer.cluster.rendezvous import Rendezvous, init_process_group
@@ -54,7 +55,7 @@ def join_group(world: World) -> tuple[dist.ProcessGroup | None, Callable[[], Non
     if world.size == 1:
         with gloo_on_loopback():
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    elif world.launcher == "torchrun":
+    elif LAUNCHERS[world.launcher].rendezvous == "store":
         choose_gloo_interface(address_toward_master(is_one_host=world.local_size == world.size))
         dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
     else:
@@ -74,7 +75,7 @@ def _leave() -> None:
 
 def _set_ranks(world: World) -> None:
     """Set torchrun's variables for this rank. Its addresses stay unset: no store listens at any."""
-    if world.size == 1 or world.launcher == "torchrun":
+    if world.size == 1:
         return
     facts = {"RANK": str(world.rank), "WORLD_SIZE": str(world.size)}
     if other := [name for name, value in facts.items() if os.environ.get(name, "") not in ("", value)]:

@@ -24,7 +24,7 @@ NO_ANSWER, HANGS = "no answer in time", "no answer in ssh's key exchange"
 _MOST_BYTES = 1 << 20
 """Of a line: what a host prints without an end takes no more memory than that."""
 # As the launchers call it, and it says how far it has come.
-_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "LogLevel=DEBUG")
+_OPTIONS = ("-o", "LogLevel=DEBUG")
 _DEBUG_LINES = ("debug1: ", "OpenSSH_", "Authenticated to ", "Transferred: ", "Bytes per second: ")
 # The current folder may hold a file that Python would import in place of one of its own modules.
 _BOOT = (
@@ -53,7 +53,7 @@ class Call:
         """What the login shell printed before the program ran."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
         self._process = subprocess.Popen(
-            command() if host.is_here else [*_SSH, host.name, shlex.join(command())],
+            host.command(command(), _OPTIONS),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
