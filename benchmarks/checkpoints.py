@@ -51,7 +51,8 @@ class Training:
 
     def train(self, saver: Saver, updates: int) -> float:
         """Train; return the seconds until all is done and written."""
-        self.loader.observer = saver.observer
+        kept = [each for each in self.loader.observers if not isinstance(each, trainer.Checkpoints)]
+        self.loader.observers = [*kept, saver.observer] if saver.observer is not None else kept
         self.run.barrier()
         started = time.perf_counter()
         for number, (inputs, targets) in enumerate(self._endless()):

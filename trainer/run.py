@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, cast
 
@@ -26,13 +25,16 @@ from trainer.data.shard_plan import mix_seeds
 from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError, TrainerError
 from trainer.files import save_atomically
+from trainer.loop.batches import Batches
 from trainer.loop.consistency import check_consistency
 from trainer.loop.gathering import gather_rows
 from trainer.loop.joining import join
 from trainer.loop.metrics import Mean
 from trainer.loop.objects import packed, unpacked
+from trainer.loop.prepared import Prepared
 from trainer.loop.random_numbers import draw_apart
 from trainer.loop.updates import Updates
+from trainer.models.global_batch import GlobalBatch
 from trainer.models.sharded import gather, whole_state
 from trainer.report.loop_report import LogFunction, LoopReport, Settings
 from trainer.report.run_record import describe_run
@@ -103,7 +105,11 @@ class Run:
         # These names are those of Fabric and Accelerate.
         self.rank, self.world_size, self.local_rank = world.rank, world.size, world.local_rank
         self.is_root, self.device, self.host = world.is_root, world.device, world.host
-        self._updates = Updates(self.strategy, config)
+        self._global_batch = GlobalBatch(self.strategy.sum_statistics)
+        is_watching = world.size > 1 or config.accumulate > 1
+        self._batches = Batches(world, self._global_batch, is_watching=is_watching)
+        self._prepared = Prepared(self.strategy, config, self._global_batch)
+        self._updates = Updates(self.strategy, config, self._prepared, self._batches)
         self._has_warned = False
         facts = {"description": self.strategy.description, "tuning": dict(self.strategy.tuning)}
         self._report = LoopReport(self.world, {"config": config.as_dict(), **facts})
@@ -112,20 +118,16 @@ class Run:
         self._loaders: list[weakref.ref[Loader]] = []
         """The loaders in the order in which they were made. A loader's index is its number, the same on every rank."""
         self._checkpoints: Checkpoints | None = None
-        self._evaluated: int | None = None
-        """Samples of the current evaluation batch; None outside an evaluation."""
-        self._in_uneven_evaluation = False
-        """Whether an evaluation runs in which some ranks have fewer batches than others."""
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the most recent batch ends an update: only then clip, step and zero the gradients."""
-        return self._updates.batches.current.closes_update
+        return self._batches.current.closes_update
 
     @property
     def batch_samples(self) -> int:
         """Number of samples in the most recent training batch, to weight your own sums; 0 for a padding batch."""
-        return self._updates.batches.current.count
+        return self._batches.current.count
 
     def prepare(self, *objects: nn.Module | Optimizer) -> Any:
         """Prepare models and their optimizers for training together with all other ranks.
@@ -149,10 +151,7 @@ class Run:
             kinds = ", ".join(type(item).__name__ for item in objects)
             raise ConfigError(f"prepare takes models and optimizers, and was given {kinds}; run.loader takes datasets")
         self.average_weights()  # a model that is prepared again may be within a round of sync_every
-        self._updates.prepared.check_parameters(models, optimizers)
-        callable_models = {model: self._updates.add_model(model) for model in models}
-        for optimizer in optimizers:
-            self._updates.exchange.add_optimizer(optimizer)
+        callable_models = self._updates.prepare(models, optimizers)
         self._report.optimizers.update(dict.fromkeys(optimizers))
         draw_apart(self.strategy, self.config.seed)
         results = tuple(callable_models[item] if isinstance(item, nn.Module) else item for item in objects)
@@ -188,7 +187,6 @@ class Run:
             seed=self.config.seed,
             accumulate=self.config.accumulate if training else 1,
             world=self.world,
-            on_step=partial(self._updates.on_batch, len(self._loaders)),
             group=self,
             **options,
         )
@@ -196,7 +194,8 @@ class Run:
             if self._training_loaders:  # two datasets have different orders, as in a single process
                 loader.use_seed(mix_seeds(self.config.seed, self._training_loaders))
             self._training_loaders, loader.epoch = self._training_loaders + 1, self._epoch
-        loader.on_evaluated = self._on_evaluated
+        loader.number = len(self._loaders)
+        loader.observers.append(self._batches)
         self.strategy.follow_loader(loader)
         self._loaders.append(weakref.ref(loader))
         check_consistency(self.strategy, loader.must_agree)
@@ -283,7 +282,7 @@ class Run:
 
         This happens by itself at the end of a loader's epoch, for checkpoints, and in `Trainer.evaluate`.
         """
-        for synchronizer in self._updates.prepared.models.values():
+        for synchronizer in self._prepared.models.values():
             synchronizer.average_weights()
 
     def all_reduce(self, value: Tensor | float, reduction: str = "mean") -> Tensor:
@@ -311,20 +310,11 @@ class Run:
 
         Given to `checkpoints` in `state`, it continues where an epoch was interrupted.
         """
-        return Mean(self.all_reduce, self._current_samples, self.device, self.is_root)
-
-    def _current_samples(self) -> int:
-        """Return the number of samples in the batch that was drawn last, also in an evaluation; 1 without a loader."""
-        if self._evaluated is not None:
-            return self._evaluated
-        return self.batch_samples if self._updates.batches.has_loader else 1
-
-    def _on_evaluated(self, samples: int | None, is_even: bool) -> None:
-        self._evaluated, self._in_uneven_evaluation = samples, not is_even
+        return Mean(self.all_reduce, lambda: self._batches.samples, self.device, self.is_root)
 
     def _check_all_ranks_call(self, name: str) -> None:
         """Raise `TrainerError` within a loop that other ranks leave earlier, which would not make this call."""
-        if self._in_uneven_evaluation:
+        if self._batches.in_uneven_evaluation:
             raise TrainerError(
                 f"run.{name} is called within an evaluation of which ranks have unequal numbers of batches; call it "
                 "after the loop, where run.mean() has added up what each rank has seen"
@@ -346,7 +336,7 @@ class Run:
         """
         self._check_all_ranks_call("all_gather")
         if differentiable:
-            return gather_rows(value, self._updates.prepared.batch, self.strategy)
+            return gather_rows(value, self._global_batch, self.strategy)
         if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled() and not self._has_warned:
             self._has_warned = True
             if self.is_root:
@@ -375,7 +365,7 @@ class Run:
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model that was given to `prepare`; takes what `prepare` returned for it."""
-        if isinstance(model, nn.DataParallel) and model.module in self._updates.prepared.models:
+        if isinstance(model, nn.DataParallel) and model.module in self._prepared.models:
             return cast(nn.Module, model.module)
         return model
 
@@ -446,10 +436,10 @@ class Run:
             )
         if self._checkpoints is not None:
             self._checkpoints.close()
-        contents = Contents(self._updates.prepared, state or {})
+        contents = Contents(self._prepared, state or {})
         facts = {"config": self.config.as_dict(), **describe_run(self.world)}
         self._checkpoints = Checkpoints(config, self.strategy, contents, facts)
-        self._updates.exchange.completed.count = self._checkpoints.updates
+        self._updates.completed = self._checkpoints.updates
         for loader in self._held_loaders():
             if loader.training:
                 self._checkpoints.watch(loader)

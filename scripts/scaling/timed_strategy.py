@@ -31,7 +31,7 @@ from scaling.epoch_timing import SETTINGS, RankTimes, StepTimes, summarize
 from trainer.cluster.network import machine_id
 from trainer.cluster.output import print_line
 from trainer.config import RunConfig
-from trainer.data.base import Loader, Step
+from trainer.data.base import Loader, Observer, Step
 from trainer.data.loader import InMemory, ShardedLoader
 from trainer.errors import ConfigError, TrainerError
 from trainer.strategies.base import Strategy
@@ -94,7 +94,7 @@ class TimedStrategy(Strategy):
     def follow_loader(self, loader: Loader) -> None:
         super().follow_loader(loader)
         if loader.training:
-            loader.wrap_steps = lambda steps: self.timer.epoch(loader, steps)
+            loader.observers.append(self.timer)
 
     def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
         """Count the time between the first message of a backward pass and the end of the last one."""
@@ -121,7 +121,7 @@ class TimedSynchronizer(Synchronizer):
         self.timer.mark_combined()
 
 
-class StepTimer:
+class StepTimer(Observer):
     """Records the moments of each step, and has rank 0 write a line of JSON per epoch.
 
     Args:
@@ -168,7 +168,7 @@ class StepTimer:
         """Record that the gradients are combined."""
         self._combined = self._now()
 
-    def epoch(self, loader: Loader, steps: Iterator[Step]) -> Iterator[Step]:
+    def wrap(self, loader: Loader, steps: Iterator[Step]) -> Iterator[Step]:
         """Yield the loader's steps, timed. Collective: ends with an exchange of what all ranks have measured."""
         # Rounded up to whole rounds, so that the exchange is averaged over the right number of steps.
         whole = loader.accumulate * self._round

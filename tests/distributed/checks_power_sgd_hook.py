@@ -57,7 +57,7 @@ def check_powersgd_equals_pytorchs_hook(strategy: Strategy) -> None:
     model = network()
     run = init(strategy, compression=f"powersgd:{RANK}", full_updates=FULL)
     wrapped, optimizer = run.prepare(model, sgd(model))
-    factors = run._updates.prepared.models[model]._power.factors  # type: ignore[attr-defined]
+    factors = run._prepared.models[model]._power.factors  # type: ignore[attr-defined]
     assert len(factors) == 2  # the convolution's and the first linear layer's
     drawn = first_factors([*factors], {place: one.right.shape for place, one in factors.items()})
     for place, one in factors.items():

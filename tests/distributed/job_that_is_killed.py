@@ -55,7 +55,7 @@ def main() -> None:
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     saved = json.loads(_SAVED.read_text()) if _SAVED.exists() else {"update": 0, "starts": 0}
     run.barrier()
-    run._updates.exchange.completed.count = update = saved["update"]
+    run._updates.completed = update = saved["update"]
     state = {**saved, "starts": saved["starts"] + 1}
     if run.is_root:
         write_atomically(_SAVED, json.dumps(state))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainer.watch import heartbeat
-from trainer.watch.heartbeat import SIZE, Heartbeat, State, UpdateCounter, loading, note_waits, report_phase, waits
+from trainer.watch.heartbeat import SIZE, Heartbeat, State, loading, note_waits, report_phase, report_step, waits
 
 
 @pytest.fixture
@@ -112,10 +112,9 @@ def test_an_error_in_a_collective_without_marks_is_noted_at_the_end(record: Path
 
 
 def test_steps_updates_and_phases_come_from_what_trainer_run_is_told(record: Path) -> None:
-    counter = UpdateCounter()
-    counter.on_batch()
-    counter.on_step(has_loader=True)
-    counter.on_step(has_loader=True)
+    report_phase("training")
+    report_step(1, is_new=True)
+    report_step(1, is_new=False)
     found = read(record)
     assert (found.steps, found.updates, found.phase) == (2, 1, "training")
     report_phase("evaluation")

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
+import trainer
+from trainer.run import Run
 from trainer.watch import heartbeat, job_folder
-from trainer.watch.heartbeat import MISTAKE, Heartbeat, UpdateCounter
+from trainer.watch.heartbeat import MISTAKE, Heartbeat
 from trainer.watch.job_folder import HANG, JobVerdict, folder_name, parse_verdict, write_verdict
 
 
@@ -54,20 +58,26 @@ def test_a_child_with_the_same_environment_leaves_the_rank_s_file_alone(file: Pa
     assert read(file).error == ""
 
 
-@pytest.mark.usefixtures("file")
-def test_an_update_is_a_batch_whose_optimizers_have_stepped() -> None:
-    counter = UpdateCounter()
-    for _ in range(3):
-        counter.on_batch()
-        counter.on_step(has_loader=True)
-        counter.on_step(has_loader=True)
-    assert counter.count == 3
-    counter.on_batch()  # whose gradients are kept for the next one
-    assert counter.count == 3
-    counter = UpdateCounter()
-    counter.on_step(has_loader=False)
-    counter.on_step(has_loader=False)
-    assert counter.count == 2
+def train(run: Run, batches: Iterable[torch.Tensor]) -> None:
+    """Train two models by an optimizer each, as in a GAN."""
+    models = [torch.nn.Linear(2, 1) for _ in range(2)]
+    prepared = run.prepare(*models, *(torch.optim.SGD(model.parameters(), lr=0.1) for model in models))
+    for batch in batches:
+        run.backward(sum(model(batch).mean() for model in prepared[:2]))
+        for optimizer in prepared[2:]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_steps_of_two_optimizers_on_a_batch_are_an_update(file: Path) -> None:
+    run = trainer.init(device="cpu")
+    train(run, run.loader(list(torch.randn(6, 2)), 2))
+    assert (read(file).updates, read(file).steps) == (3, 6)
+
+
+def test_without_a_loader_each_step_is_an_update(file: Path) -> None:
+    train(trainer.init(device="cpu"), torch.randn(2, 3, 2))
+    assert (read(file).updates, read(file).steps) == (4, 4)
 
 
 @pytest.mark.parametrize("line", ["", "trainer-heartbeat 1", "[]", "{}", '{"kind": "hang", "text": "", "culprits": 1}'])

@@ -26,11 +26,11 @@ exec sh -c "$*"
 """
 RANK = """
 import signal, sys, time
-from trainer.watch.heartbeat import report_join, report_update
+from trainer.watch.heartbeat import report_join, report_step
 from trainer.watch.job_folder import JobVerdict, write_verdict
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
 report_join(3)
-report_update(12)
+report_step(12, is_new=True)
 write_verdict(JobVerdict("hang", "why", (1, 3)))
 print(flush=True)
 time.sleep(60)

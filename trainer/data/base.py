@@ -45,6 +45,8 @@ NOT_GIVEN: Any = object()
 
 NO_STEP = Step(None, 1, 1.0, True)
 """Neutral step used outside loaders."""
+NO_SAMPLES = Step(None, 0, 1.0, True)
+"""A step of an evaluation in which this rank has no samples, and others have some. It is not yielded."""
 
 
 class Group(Protocol):
@@ -56,17 +58,27 @@ class Group(Protocol):
     def average_weights(self) -> None: ...
 
 
-class Observer(Protocol):
-    """Listener to a loader's passes, called after the same steps on every rank."""
+class Observer:
+    """Listener to a loader, called after the same steps on every rank. By default each method does nothing."""
+
+    def wrap(self, loader: Loader, steps: Iterator[Step]) -> Iterator[Step]:
+        """Wrap the iterator over a pass's steps, to time or to end them."""
+        return steps
 
     def begun(self, loader: Loader, *, is_resumed: bool) -> None:
         """Runs before the first batch of a pass is drawn; of the rest of a pass that was interrupted, if resumed."""
+
+    def drawn(self, loader: Loader, step: Step) -> None:
+        """Runs before the batch of a training step is yielded."""
 
     def updated(self, loader: Loader) -> None:
         """Runs after an update, before the next batch is drawn."""
 
     def ended(self, loader: Loader, *, was_left: bool) -> None:
         """Runs when a pass has ended; `was_left` after an update, by a loop that was left early."""
+
+    def evaluated(self, loader: Loader, step: Step | None) -> None:
+        """Runs before the batch of an evaluation's step is yielded; for each `NO_SAMPLES`; with None at the end."""
 
 
 class DataLoaderOptions(TypedDict, total=False):
@@ -94,7 +106,6 @@ class LoaderOptions(CommonOptions, total=False):
     seed: int
     accumulate: int
     world: World | None
-    on_step: Callable[[Step], None] | None
     group: Group | None
 
 
@@ -112,7 +123,6 @@ class Loader(ABC):
         seed: seeds the order, and with the epoch and the rank the workers' random numbers.
         accumulate: steps whose gradients form one update.
         world: the ranks that share the dataset; by default the world that this process was launched into.
-        on_step: called with each training step before its batch is yielded, and with `NO_STEP` after the last.
         group: the ranks' collectives; not needed on a single rank.
         num_workers: processes per rank that load samples, for a dataset that is not in memory.
         options: further options of torch's DataLoader, such as `collate_fn` or `prefetch_factor`.
@@ -133,8 +143,8 @@ class Loader(ABC):
     """Units of the running epoch that all ranks together have taken, including the last batch."""
     passes_done_before_resume = 0
     """Passes that an interrupted run made in this epoch; as many passes yield nothing after it is resumed."""
-    observer: Observer | None = None
-    """Listener to the passes of a training."""
+    number = 0
+    """Number of the loader within its run, the same on every rank."""
     takes: tuple[str, ...] = ()
     """Names of the options that only loaders of this class take, for an error."""
 
@@ -149,7 +159,6 @@ class Loader(ABC):
         seed: int = 0,
         accumulate: int = 1,
         world: World | None = None,
-        on_step: Callable[[Step], None] | None = None,
         group: Group | None = None,
         num_workers: int = 0,
         **options: Unpack[DataLoaderOptions],
@@ -166,17 +175,10 @@ class Loader(ABC):
         self.num_workers, self._options = num_workers, options
         self.unit = "batches" if is_ready else "samples"
         """What an epoch is counted in: "samples", or "batches" where these come whole and are not cut."""
-        self.on_evaluation_step: Callable[[bool], object] = lambda has_samples: None
-        """Called with each step of `evaluation_steps`, and with False for those in which this rank has none."""
-        self.on_evaluated: Callable[[int | None, bool], object] = lambda samples, is_even: None
-        """Called with the samples of each evaluation batch before it is yielded, and with None after the last; and
-        with whether all ranks are known to have as many batches.
-        """
-        self.wrap_steps: Callable[[Iterator[Step]], Iterator[Step]] = lambda steps: steps
-        """Wraps the iterator over an epoch's steps, to time or to end them."""
+        self.observers: list[Observer] = []
         # Only the rank that has loaded a ready batch knows how many samples it has.
         self._is_ready, self._must_count = is_ready, is_ready and training and weigh_by is None
-        self._weigh_by, self._on_step, self._group = weigh_by, on_step, group
+        self._weigh_by, self._group = weigh_by, group
 
     @property
     @abstractmethod
@@ -207,30 +209,27 @@ class Loader(ABC):
 
     @abstractmethod
     def _evaluation_steps(self) -> Iterator[Step]:
-        """Yield the steps of the next epoch in which this rank has samples, without padding batches."""
+        """Yield the steps of the next epoch, `NO_SAMPLES` where this rank is known to have none."""
 
     @abstractmethod
     def _all_steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, padding batches included."""
 
     def __iter__(self) -> Iterator[Any]:
-        return (step.batch for step in self.steps()) if self.training else self._evaluation()
-
-    def _evaluation(self) -> Iterator[Any]:
-        try:
-            for step in self.evaluation_steps():
-                self.on_evaluated(step.count, self.is_even)
-                yield step.batch
-        finally:  # also where the evaluation is left early
-            self.on_evaluated(None, True)
+        return (step.batch for step in (self.steps() if self.training else self.evaluation_steps()))
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, padding batches included: every rank takes part in every all-reduce."""
-        return self.wrap_steps(each_in_span(LOADER, self._training_steps()))
+        return self._wrapped(self._training())
 
     def evaluation_steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch in which this rank has samples: for evaluation, without padding batches."""
-        return self.wrap_steps(each_in_span(LOADER, self._evaluation_steps()))
+        return self._wrapped(self._evaluation())
+
+    def _wrapped(self, steps: Iterator[Step]) -> Iterator[Step]:
+        for observer in self.observers:
+            steps = observer.wrap(self, steps)
+        return steps
 
     def use_seed(self, seed: int) -> None:
         """Draw orders and random numbers from this seed, while positions still refer to the seed of the constructor."""
@@ -260,8 +259,8 @@ class Loader(ABC):
     def _begin(self, start: int) -> None:
         """Begin a pass after `start` units, and tell the observer. Called before the first batch is drawn."""
         self.start, self.taken = 0, start
-        if self.observer is not None:
-            self.observer.begun(self, is_resumed=start > 0)
+        for observer in self.observers:
+            observer.begun(self, is_resumed=start > 0)
 
     def _make_data_loader(self, dataset: Any, **batches: Any) -> DataLoader[Any]:
         """Return torch's DataLoader with the options that were given; `batches` says which batches it makes."""
@@ -281,30 +280,44 @@ class Loader(ABC):
             )
         return 1 if loaded.count is None else loaded.count
 
-    def _training_steps(self) -> Iterator[Step]:
+    def _training(self) -> Iterator[Step]:
         if self.passes_done_before_resume:
             self.passes_done_before_resume -= 1
             return
-        on_step, observer, was_left = self._on_step, self.observer, False
+        # An observer that comes within a pass follows from the next one on.
+        observers, was_left = (*self.observers,), False
         try:
             is_known = self._weigh_by is None and not self._must_count
-            for step in self._all_steps() if is_known else self._weighed_steps():
-                if on_step is not None:
-                    on_step(step)
+            for step in each_in_span(LOADER, self._all_steps() if is_known else self._weighed_steps()):
+                for observer in observers:
+                    observer.drawn(self, step)
+                report_phase("training")
                 self.taken, was_left = step.taken, step.closes_update
                 yield step
                 was_left = False
-                if observer is not None and step.closes_update:
-                    observer.updated(self)
+                if step.closes_update:
+                    for observer in observers:
+                        observer.updated(self)
             if self._group is not None:
                 self._group.average_weights()
         finally:  # also where the loop was left early
             self.taken = 0
-            if observer is not None:
+            for observer in observers:
                 observer.ended(self, was_left=was_left)
-            if on_step is not None:
-                on_step(NO_STEP)
             report_phase("between epochs")
+
+    def _evaluation(self) -> Iterator[Step]:
+        observers = (*self.observers,)
+        try:
+            for step in each_in_span(LOADER, self._evaluation_steps()):
+                report_phase("evaluation")
+                for observer in observers:
+                    observer.evaluated(self, step)
+                if step is not NO_SAMPLES:
+                    yield step
+        finally:  # also where the loop was left early
+            for observer in observers:
+                observer.evaluated(self, None)
 
     def _weighed_steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, weighed by `weigh_by` or by samples. Collective, once per update."""

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import repeat
 from typing import Any, Unpack
 
 import numpy as np
@@ -13,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from trainer.data.base import NOT_GIVEN, Loader, LoaderOptions, Step, check_sizes, is_stream
+from trainer.data.base import NO_SAMPLES, NOT_GIVEN, Loader, LoaderOptions, Step, check_sizes, is_stream
 from trainer.data.batches import Counted, batches_of, move
 from trainer.data.order import Drawn, DrawnBatches, Epoch, EpochOrder
 from trainer.data.shard_plan import ShardPlan
 from trainer.errors import ConfigError
-from trainer.watch.heartbeat import report_phase
 
 Batch = tuple[Any, Any]
 
@@ -220,11 +220,8 @@ class ShardedLoader(Loader):
         filled = (shard for shard in self._shards(self.plan) if shard.stop > shard.start)
         for loaded in self._load(epoch, filled):
             left -= 1
-            report_phase("evaluation")
-            self.on_evaluation_step(True)
             yield Step(loaded.batch, self._samples_of(loaded), 1.0, True)
-        for _ in range(left):
-            self.on_evaluation_step(False)
+        yield from repeat(NO_SAMPLES, left)
 
     def _shards(self, plan: ShardPlan) -> Iterator[slice]:
         return (plan.shard(step, self.world.rank) for step in range(plan.steps))

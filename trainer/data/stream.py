@@ -13,7 +13,6 @@ from trainer.cluster.world import World
 from trainer.data.base import NOT_GIVEN, Loader, LoaderOptions, Step, check_sizes
 from trainer.data.batches import batches_of, move
 from trainer.errors import ConfigError, TrainerError
-from trainer.watch.heartbeat import report_phase
 
 
 class StreamLoader(Loader):
@@ -107,7 +106,6 @@ class StreamLoader(Loader):
 
     def _evaluation_steps(self) -> Iterator[Step]:
         for count, batch in self._draw():
-            report_phase("evaluation")
             yield Step(move(batch, self.world.device), count, 1.0, True)
 
     def state_dict(self) -> dict[str, Any]:

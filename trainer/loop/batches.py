@@ -7,11 +7,12 @@ ahead, kept, or drawn from several loaders in turns. If no input is a batch's te
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,127 +20,182 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trainer.data.base import NO_STEP, Step
+from trainer.cluster.output import print_line
+from trainer.cluster.world import World
+from trainer.data.base import NO_STEP, Loader, Observer, Step
+from trainer.errors import TrainerError
 from trainer.loop.prepared import at_end
+from trainer.models.global_batch import GlobalBatch
 from trainer.models.sharded import tensors_in
 
-
-class Batch(NamedTuple):
-    """A batch that a loader has yielded, without its tensors."""
-
-    step: Step
-    """The step, without the batch itself, which would be kept alive."""
-    position: tuple[int, int, int]
-    """The loader's number, its epoch, and the batch's number, counted from the loader's first batch."""
-
-    @property
-    def loader(self) -> int:
-        """The loader's number."""
-        return self.position[0]
+_PADDING = (
+    "trainer: rank {} computes on a padding batch, because fewer than two samples a rank are left in this step: it "
+    "counts in no gradient and no BatchNorm. What the script itself keeps of each batch (a queue, an average) should "
+    "leave it out: run.batch_samples is 0"
+)
+_AHEAD = (
+    "trainer: WARNING: it is unclear which batch of run.loader a backward pass belongs to, because the model's inputs "
+    "are none of the loader's tensors, and other batches were drawn meanwhile: uneven batches may get wrong weights. "
+    "Transform batches in the dataset or in the model, draw each right before its pass, or give "
+    "run.backward(loss, samples=…)"
+)
 
 
-class Batches:
-    """The batches that a `Run` trains on.
+class Position(NamedTuple):
+    """A batch's place in the training, to compare the ranks by."""
+
+    loader: int
+    epoch: int
+    number: int
+    """Of the batch, counted from the loader's first batch."""
+
+
+class Batches(Observer):
+    """The batches of a `Run`'s loaders: the one place that knows which of them the script computes on.
 
     Args:
-        ranks: the world size.
+        global_batch: is told whether this rank's samples count.
         is_watching: whether it matters which batch a pass computes on. On a single rank without accumulation each has
             weight 1 and closes an update.
-        on_step: called when another batch's forward and backward pass are about to begin.
     """
 
-    def __init__(self, ranks: int, *, is_watching: bool, on_step: Callable[[Step], None]) -> None:
-        self._ranks, self.is_watching, self._on_step = ranks, is_watching, on_step
+    def __init__(self, world: World, global_batch: GlobalBatch, *, is_watching: bool) -> None:
+        self._world, self._global_batch, self._is_watching = world, global_batch, is_watching
         self.current = NO_STEP
         """The step that the next backward pass belongs to, as far as is known."""
-        self.position: tuple[int, int, int] | None = None
-        """The position of that step's batch, as in `Batch`; None if it is not from a loader."""
+        self.position: Position | None = None
+        """The position of that step's batch; None if it is not from a loader."""
         self.has_loader = False
-        """Whether a loader of the run has yielded a batch."""
+        """Whether a loader of the run has yielded a training batch."""
+        self.draws = 0
+        """Training batches that loaders have yielded, and passes over loaders that have ended."""
+        self.update = 0
+        """Number of the update that the batch drawn last belongs to."""
         self.first_inputs: object = None
         """Digest of the first tensor in the first forward pass; None if it cannot be read."""
+        self.in_uneven_evaluation = False
+        """Whether an evaluation runs in which some ranks have fewer batches than others."""
+        self._evaluated: Step | None = None
         self._by_tensor: Any = WeakIdKeyDictionary()
-        """From each tensor of a batch to the batch, as long as somebody holds the tensor."""
-        self._forwarded: list[Batch] = []
-        """The batches of the forward passes since the last backward pass."""
+        """From each tensor of a batch to its step, without the batch itself, and position, as long as somebody holds
+        the tensor."""
+        self._forwarded: dict[int, Step] = {}
+        """By the loader's number, the last step of which a forward pass has computed since the last backward pass."""
         self._thread = threading.get_ident()
         self._drawn: Counter[int] = Counter()
         self._weights: set[float] = set()
         """The weights of the batches that were drawn since the last backward pass."""
         self._epoch = 0
-        self.is_in_pass = False
-        """Whether a backward pass runs, in which a forward pass computes activations anew."""
-        self._is_uneven = self._digested_first_input = False
+        self._is_in_pass = False
+        self._is_uneven = self._has_digest = self._has_warned = self._has_told_of_padding = False
 
     @property
-    def batch_is_ambiguous(self) -> bool:
-        """Whether a pass that was matched to no batch may belong to a batch of another weight than the current one."""
-        return len(self._weights) > 1 or (self.current is NO_STEP and self._is_uneven)
+    def samples(self) -> int:
+        """Samples of the batch that was drawn last, also in an evaluation; 1 without a loader."""
+        if self._evaluated is not None:
+            return self._evaluated.count
+        return self.current.count if self.has_loader else 1
 
-    def on_batch(self, loader: int, step: Step) -> None:
-        """Note a batch that a loader is about to yield, or the end of its epoch."""
-        self.has_loader |= step.batch is not None
-        if step.batch is None or not self.is_watching:
+    def drawn(self, loader: Loader, step: Step) -> None:
+        self.has_loader = True
+        self.draws += 1
+        self.update += self.current.closes_update
+        if not self._is_watching:
             self.activate(step)
             return
-        self._drawn[loader] += 1
-        batch = Batch(replace(step, batch=()), (loader, step.epoch, self._drawn[loader]))
-        if self._drawn[loader] == 1 or step.epoch != self._epoch:
+        self._drawn[loader.number] += 1
+        position = Position(loader.number, step.epoch, self._drawn[loader.number])
+        if position.number == 1 or step.epoch != self._epoch:
             self._is_uneven, self._epoch = False, step.epoch
         self._is_uneven |= step.weight != 1.0
         self._weights.add(step.weight)
+        known = replace(step, batch=()), position
         for _, tensor in tensors_in(step.batch):
-            self._by_tensor[tensor] = batch
+            self._by_tensor[tensor] = known
         if threading.get_ident() == self._thread:  # a thread that draws ahead knows nothing of the passes
-            if self._forwarded:  # this loader's earlier batches have had no backward pass
-                self._forwarded = [seen for seen in self._forwarded if seen.loader != loader]
-            self.activate(batch.step, batch.position)
+            self._forwarded.pop(loader.number, None)  # this loader's earlier batches have had no backward pass
+            self.activate(*known)
+
+    def ended(self, loader: Loader, *, was_left: bool) -> None:
+        self.draws += 1
+        self.update += 1
+        self.activate(NO_STEP)
+
+    def evaluated(self, loader: Loader, step: Step | None) -> None:
+        self._evaluated, self.in_uneven_evaluation = step, step is not None and not loader.is_even
 
     def watch(self, model: nn.Module) -> None:
         """Match the inputs of a model's forward passes with batches."""
-        if self.is_watching:
+        if self._is_watching:
             hook = model.register_forward_pre_hook(_Hook(self), with_kwargs=True, prepend=True)
             at_end(model, hook.remove)
 
     def on_forward(self, inputs: tuple[Any, ...]) -> None:
         """Find the batch that a forward pass computes on."""
-        if self.is_in_pass:
+        if self._is_in_pass:  # in which activations are computed anew
             return
-        if not self._digested_first_input and self._ranks > 1:
-            self._digested_first_input = True
+        if not self._has_digest and self._world.size > 1:
+            self._has_digest = True
             self.first_inputs = next((_digest(tensor) for _, tensor in tensors_in(inputs)), None)
         if not self._by_tensor:
             return
         for _, tensor in tensors_in(inputs):
-            if (batch := self._batch_of(tensor)) is not None:
-                self._forwarded.append(batch)
-                self.activate(batch.step, batch.position)
+            known = self._by_tensor.get(tensor)
+            if known is None and tensor._base is not None:  # a view of a batch's tensor
+                known = self._by_tensor.get(tensor._base)
+            if known is not None:
+                step, position = known
+                self._forwarded.pop(position.loader, None)
+                self._forwarded[position.loader] = step
+                self.activate(step, position)
                 return
 
-    def _batch_of(self, tensor: Tensor) -> Batch | None:
-        batch: Batch | None = self._by_tensor.get(tensor)
-        if batch is None and tensor._base is not None:  # a view of a batch's tensor
-            batch = self._by_tensor.get(tensor._base)
-        return batch
+    def activate(self, step: Step, position: Position | None = None) -> None:
+        """Make `step` the current step, whose forward and backward pass are about to begin."""
+        self.position = position or self.position
+        if step is self.current:
+            return
+        self.current, is_padding = step, step.count == 0
+        if is_padding is self._global_batch.counts:
+            self._global_batch.leave_out(is_padding)
+            # The last rank is the first that runs out of samples.
+            if is_padding and not self._has_told_of_padding and self._world.rank == self._world.size - 1:
+                self._has_told_of_padding = True
+                print_line(_PADDING.format(self._world.rank), sys.stderr)
 
-    def activate(self, step: Step, position: tuple[int, int, int] | None = None) -> None:
-        """Make `step` the current step."""
-        if position is not None:
-            self.position = position
-        if step is not self.current:
-            self.current = step
-            self._on_step(step)
+    def step_of_pass(self, *, is_weighed: bool) -> Step:
+        """Return the step that the backward pass which begins now belongs to.
 
-    def pop_forwarded_batches(self) -> list[Batch]:
-        """Return the batches of the forward passes since the last backward pass, and forget them."""
+        Args:
+            is_weighed: whether the script weighs the pass itself, so that it only matters whether its batch is padding.
+
+        Raises:
+            TrainerError: since the last backward pass, forward passes computed on batches that count differently.
+        """
         self._thread = threading.get_ident()
-        seen, self._forwarded = self._forwarded, []
-        return seen
+        # With two batches of the same loader, the script has skipped the backward pass of the first: the last counts.
+        steps, self._forwarded = [*self._forwarded.values()], {}
+        if len(steps) > 1 and len({bool(step.count) if is_weighed else step.weight for step in steps}) > 1:
+            raise TrainerError(
+                "the loss is of several batches of run.loader that count differently, such as the last batches of two "
+                "loaders; call run.backward once for each batch's loss, right after its forward pass"
+            )
+        # Unmatched, it may belong to a batch of another weight than the current one.
+        is_ambiguous = len(self._weights) > 1 or (self.current is NO_STEP and self._is_uneven)
+        if not steps and not is_weighed and is_ambiguous and not self._has_warned:
+            self._has_warned = True
+            print_line(_AHEAD, sys.stderr)
+        return steps[-1] if steps else self.current
 
-    def end_pass(self) -> None:
-        """Note that the backward pass is over, or has ended in an error."""
-        self.is_in_pass = False
-        self._weights.clear()
+    @contextmanager
+    def in_pass(self, weight: float) -> Iterator[None]:
+        """Return the context of a backward pass, within which a forward pass is of the same batch."""
+        self._is_in_pass, self._global_batch.is_weighed = True, bool(weight)
+        try:
+            yield
+        finally:
+            self._is_in_pass, self._global_batch.is_weighed = False, True
+            self._weights.clear()
 
 
 class _Hook:
@@ -166,7 +222,7 @@ class _Hook:
 def _digest(tensor: Tensor) -> object:
     """Return a digest of a tensor's values; None where they cannot be read, as within torch.func or a trace."""
     try:
-        if tensor.layout is not torch.strided or torch._C._get_tracing_state() is not None:
+        if tensor.layout is not torch.strided or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return None
         numbers = tensor.detach().reshape(-1)[:4096].cpu().view(torch.uint8).numpy()
     except (RuntimeError, TypeError):

@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -51,19 +51,18 @@ class Prepared:
     hooks on a model's parameters keep alive; a synchronizer that has nothing to do is made anew when it is asked for.
     """
 
-    def __init__(self, strategy: Strategy, config: RunConfig) -> None:
-        self._strategy, self._config = strategy, config
+    def __init__(self, strategy: Strategy, config: RunConfig, global_batch: GlobalBatch) -> None:
+        self._strategy, self._config, self._global_batch = strategy, config, global_batch
         self._models: WeakKeyDictionary[nn.Module, _Model] = WeakKeyDictionary()
         self._optimizers: WeakKeyDictionary[Optimizer, PreparedOptimizer] = WeakKeyDictionary()
         self._numbers = itertools.count()
         self.active: list[weakref.ref[Synchronizer]] = []
         """The synchronizers of the prepared models, in the order of `prepare`, the same on all ranks: a model that
         was freed on this rank stays in the list until no rank holds it."""
-        self.norms: WeakSet[_BatchNorm] = WeakSet()
-        self.batch = GlobalBatch(strategy.sum_statistics)
-        """What the models' layers, and differentiable gathers, add up over all ranks."""
         self.has_models = self.has_optimizers = False
         """Whether any model, and any optimizer, was prepared so far."""
+        self.has_frozen = False
+        """Whether a model with frozen parameters was."""
         self.backwards = 0
         """Backward passes so far."""
 
@@ -104,12 +103,10 @@ class Prepared:
         """
         synchronizer = self._synchronize(model)
         is_active = type(synchronizer) is not Synchronizer
-        self._models[model] = _Model(
-            synchronizer=weakref.ref(synchronizer),
-            number=next(self._numbers) if is_active else None,
-            frozen=[parameter for parameter in model.parameters() if not parameter.requires_grad],
-        )
-        self.has_models = True
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        number = next(self._numbers) if is_active else None
+        self._models[model] = _Model(weakref.ref(synchronizer), number, frozen)
+        self.has_models, self.has_frozen = True, self.has_frozen or bool(frozen)
         for known in self._optimizers.values():
             known.synchronizers = None
         if is_active:
@@ -118,7 +115,8 @@ class Prepared:
             self._forget_models()
         for active in self.synchronizers:
             active.sends_early = len(self.active) == 1
-        self.norms.update(layer for layer in model.modules() if isinstance(layer, _BatchNorm))
+        norms = (layer for layer in model.modules() if isinstance(layer, _BatchNorm))
+        self._global_batch.follow(layer for layer in norms if not isinstance(layer, GlobalBatchNorm))
         return synchronizer
 
     def _forget_models(self) -> None:
@@ -255,9 +253,9 @@ class Prepared:
             model.to(strategy.world.device)
         for layer in model.modules():
             if isinstance(layer, GlobalBatchNorm):  # of an earlier run, or loaded from a file
-                layer.batch = self.batch
+                layer.batch = self._global_batch
         if config.sync_batch_norm:
-            convert_sync_batch_norm(model, self.batch)
+            convert_sync_batch_norm(model, self._global_batch)
         if config.compile and not strategy.shards:
             model.compile()
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -1,11 +1,17 @@
-"""Backward passes, each weighted by its batch, and the mean gradients that end an update."""
+"""The updates of a run: backward passes weighed by their batches, the all-reduce of gradients, the optimizers' steps.
+
+Each rank's loss is the mean over its batch. With the batch's number of samples as the weight, the mean over ranks
+is the mean over all their samples, also if the batches are uneven. A loader passes the weight along with each batch;
+without a loader, the script gives the number of samples.
+"""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,70 +23,102 @@ from trainer.config import RunConfig
 from trainer.data.base import Step
 from trainer.errors import ConfigError, TrainerError
 from trainer.loop.batches import Batches
-from trainer.loop.exchange import Exchange
-from trainer.loop.prepared import Prepared
-from trainer.loop.weighing import Weighing
-from trainer.models.sync_batch_norm import leave_out
+from trainer.loop.consistency import PeriodicCheck
+from trainer.loop.grad_scaler import check_step_is_scaled
+from trainer.loop.gradients import Marks, has_changed, mark, parameters_of
+from trainer.loop.prepared import Prepared, PreparedOptimizer, at_end
+from trainer.loop.random_numbers import warn_of_twins
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import GradientSynchronizer, Synchronizer
+from trainer.watch.heartbeat import report_phase, report_step
+from trainer.watch.spans import EXCHANGE, span
 
-_PADDING = (
-    "trainer: rank {} computes on a padding batch, because fewer than two samples a rank are left in this step: it "
-    "counts in no gradient and no BatchNorm. What the script itself keeps of each batch (a queue, an average) should "
-    "leave it out: run.batch_samples is 0"
+_UNREACHED = (
+    "trainer: WARNING: run.backward has reached no parameter of a model that was prepared. Each rank trains what it "
+    "reaches instead, a copy of such a model say, on its own batches alone: prepare that"
 )
 
 
 class Updates:
-    """The backward passes of a `Run`. A pass that closes an update leaves the mean gradients over all ranks.
-
-    `prepared` has the models and optimizers, `batches` says which batch a pass belongs to, `Weighing` gives the pass
-    its weight, and `exchange` all-reduces the gradients and follows the optimizers' steps.
+    """The updates of a `Run`: weigh a pass, run it, all-reduce its gradients, follow the optimizers' steps.
 
     Once `backward` has returned, no gradient is being all-reduced: until the step, any code may read and change the
-    gradients, as in a single process.
+    gradients, as in a single process. So an optimizer is not wrapped. Hooks on its step serve only mechanisms that
+    combine weights, and checks.
+
+    Args:
+        prepared: the models and optimizers.
+        batches: know which batch a pass belongs to.
     """
 
-    def __init__(self, strategy: Strategy, config: RunConfig) -> None:
-        self._strategy, self._config = strategy, config
-        self.prepared = Prepared(strategy, config)
-        is_watching = strategy.world.size > 1 or config.accumulate > 1
-        self.batches = Batches(strategy.world.size, is_watching=is_watching, on_step=self._on_step)
-        self._weighing = Weighing(strategy, config.accumulate, self.prepared, self.batches)
-        self.exchange = Exchange(strategy, config, self.prepared, self._weighing)
-        self._is_padding = self._is_in_pass = self._has_warned = self._has_told_of_padding = False
+    def __init__(self, strategy: Strategy, config: RunConfig, prepared: Prepared, batches: Batches) -> None:
+        self._strategy, self._config, self._prepared, self._batches = strategy, config, prepared, batches
+        self._periodic = PeriodicCheck(strategy)
+        self.completed = 0
+        """Completed updates. A run that goes on from a checkpoint sets it to the checkpoint's."""
+        self._counted_draws = 0
+        self._weight = 1.0
+        """The weight of the last backward pass: the factor on its loss."""
+        self._is_local = False
+        """Whether a later pass of the same update will send the last pass's gradients."""
+        self._is_in_pass = self._had_no_sync = self._has_warned = False
         self._in_no_sync = 0
-        self._kept: weakref.ref[nn.Parameter] | None = None
-        """A parameter with a gradient from this update's earlier batches. If it is gone, zero_grad came too early."""
+        self._passes = 0
+        """Backward passes without a loader."""
+        self._kept: tuple[int, weakref.ref[nn.Parameter]] | None = None
+        """An update's number, and a parameter with a gradient from its earlier batches. If that is gone, zero_grad came
+        too early."""
+        self._samples = 0.0
+        """This rank's samples in the earlier passes of the current update, as the script gives them."""
+        self._before: Marks | None = None
+        """The gradients before the first of the passes with samples; None during that first pass."""
+        self._stepped: weakref.WeakKeyDictionary[Synchronizer, set[int]] = weakref.WeakKeyDictionary()
+        """Ids of optimizers that stepped since the last all-reduce, per model."""
+        self._running: set[int] = set()
+        """Ids of optimizers whose step is running."""
 
-    def add_model(self, model: nn.Module) -> nn.Module:
-        """Prepare a model, and return the module to call for it. Collective; see `Prepared.add_model`."""
-        self.prepared.add_model(model)
-        forward = self._strategy.wrap(model)
-        self.batches.watch(forward)
-        return forward
+    def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[nn.Module, nn.Module]:
+        """Prepare models and optimizers; return the module to call for each model. Collective.
 
-    def on_batch(self, loader: int, step: Step) -> None:
-        """Note the batch that the loader with this number is about to yield."""
-        if self.batches.current.closes_update or step.batch is None:  # another update begins, or the loop was left
-            self._kept = None
-        self.exchange.completed.on_batch()
-        self.batches.on_batch(loader, step)
+        Raises:
+            ConfigError: see `Prepared`.
+        """
+        self._prepared.check_parameters(models, optimizers)
+        callable_models = {}
+        for model in models:
+            self._prepared.add_model(model)
+            callable_models[model] = self._strategy.wrap(model)
+            self._batches.watch(callable_models[model])
+        for optimizer in optimizers:
+            known = self._prepared.add_optimizer(optimizer)
+            # `known` is handed to each step: a lookup in a weak dictionary takes as long as all the checks of a step.
+            at_end(optimizer, optimizer.register_step_pre_hook(partial(self._before_step, known)).remove)
+            at_end(optimizer, optimizer.register_step_post_hook(partial(self._after_step, known)).remove)
+        return callable_models
 
-    def _on_step(self, step: Step) -> None:
-        """Prepare for a step's forward and backward pass."""
-        if self._is_padding is not (step.count == 0):
-            self._is_padding = step.count == 0
-            leave_out(self.prepared.norms, self._is_padding)
-            self.prepared.batch.counts = not self._is_padding
-            self._tell_of_padding()
+    # A backward pass.
 
-    def _tell_of_padding(self) -> None:
-        if self._is_padding and not self._has_told_of_padding:
-            self._has_told_of_padding = True
-            world = self._strategy.world
-            if world.rank == world.size - 1:  # the first that runs out of samples
-                print_line(_PADDING.format(world.rank), sys.stderr)
+    def backward(self, loss: Tensor, samples: float | None, *, is_sum: bool = False, **options: Any) -> None:
+        """See `Run.backward`, whose options are those of `torch.Tensor.backward`."""
+        self._check_pass()
+        synchronizers = self._prepared.synchronizers
+        if self._is_in_pass:
+            self._finish_failed_pass(synchronizers)
+        weight = self._weight = self._weigh(samples, is_sum=is_sum)
+        for synchronizer in synchronizers:
+            synchronizer.before_backward(is_local=self._is_local, is_weightless=weight == 0.0)
+        self._run_pass(loss, weight, options)
+        self._end_pass(synchronizers)
+        self._prepared.backwards += 1
+        reached = [synchronizer for synchronizer in synchronizers if synchronizer.is_reached]
+        if weight and not reached and not self._has_warned:
+            self._warn_of_unreached(synchronizers)
+        self._had_no_sync |= self._in_no_sync > 0
+        if not self._is_local:
+            self._all_reduce(reached)
+        elif not self._batches.current.closes_update:
+            kept = next((parameter for parameter in self._prepared.trained() if parameter.grad is not None), None)
+            self._kept = (self._batches.update, weakref.ref(kept)) if kept is not None else None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -91,98 +129,266 @@ class Updates:
         finally:
             self._in_no_sync -= 1
 
-    def backward(self, loss: Tensor, samples: float | None, *, is_sum: bool = False, **options: Any) -> None:
-        """See `Run.backward`, whose options are those of `torch.Tensor.backward`."""
-        self._check_backward()
-        if self._is_in_pass:
-            self._finish_failed_pass()
-        self._weighing.begin_pass(samples, is_sum=is_sum, is_in_no_sync=self._in_no_sync > 0)
-        weight, is_local = self._weighing.weight, self._weighing.is_local
-        for synchronizer in self.prepared.synchronizers:
-            synchronizer.before_backward(is_local=is_local, is_weightless=weight == 0.0)
-        self._run_pass(loss, weight, options)
-        self.prepared.backwards += 1
-        self.exchange.had_no_sync |= self._in_no_sync > 0
-        if not is_local:
-            self.exchange.run(self._reached())
-        elif not self.batches.current.closes_update:
-            kept = next((parameter for parameter in self.prepared.trained() if parameter.grad is not None), None)
-            self._kept = weakref.ref(kept) if kept is not None else None
+    def synchronize(self, optimizers: Sequence[Optimizer] = ()) -> None:
+        """See `Run.synchronize`."""
+        for optimizer in optimizers:
+            if optimizer not in self._prepared.optimizers:
+                raise ConfigError(f"this {type(optimizer).__name__} was not prepared; call run.prepare with it first")
+        if kept := [each for each in self._prepared.synchronizers if each.has_local_gradients]:
+            self._all_reduce(kept)
 
-    def _run_pass(self, loss: Tensor, weight: float, options: dict[str, Any]) -> None:
-        # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
-        weighted = loss if weight == 1.0 else loss * weight
-        # The mean over an empty batch may be NaN, and 0 × NaN is NaN. These hooks make its gradients zeros, and so do
-        # those of statistics that all ranks sum up.
-        hooks = (
-            [parameter.register_hook(torch.zeros_like) for parameter in self.prepared.trained()] if not weight else []
-        )
-        self._is_in_pass = self.batches.is_in_pass = True
-        self.prepared.batch.is_weighed = bool(weight)
-        try:
-            weighted.backward(**options)
-        finally:
-            self.batches.end_pass()
-            self.prepared.batch.is_weighed = True
-            for hook in hooks:
-                hook.remove()
-        self._end_pass()
-        if weight:
-            self._warn_if_unreached()
-
-    def _end_pass(self) -> None:
-        self._is_in_pass = False
-        for synchronizer in self.prepared.synchronizers:
-            synchronizer.after_backward()
-
-    def _reached(self) -> list[Synchronizer]:
-        """Return the synchronizers of the models that the last backward pass reached on this rank."""
-        return [synchronizer for synchronizer in self.prepared.synchronizers if synchronizer.is_reached]
-
-    def _finish_failed_pass(self) -> None:
-        """Take part in the all-reduces of a pass that failed on this rank, so that the other ranks do not hang."""
-        self._end_pass()
-        if self.prepared.active and not self._weighing.is_local:
-            self.exchange.run(self._reached(), failed=True)
-
-    def _warn_if_unreached(self) -> None:
-        """Warn once if a pass reached no prepared model."""
-        if self._has_warned or not self.prepared.active or not self._strategy.world.is_root:
-            return
-        # Other synchronizers do not note which parameters a pass reaches.
-        followed = [each for each in self.prepared.synchronizers if isinstance(each, GradientSynchronizer)]
-        if followed and not any(synchronizer.is_reached for synchronizer in followed):
-            self._has_warned = True
-            print_line(
-                "trainer: WARNING: run.backward has reached no parameter of a model that was prepared. Each rank "
-                "trains what it reaches instead, a copy of such a model say, on its own batches alone: prepare that",
-                sys.stderr,
-            )
-
-    def _check_backward(self) -> None:
-        self.exchange.begin_pass()
-        if not self.prepared.has_models:
+    def _check_pass(self) -> None:
+        self._running.clear()  # of steps that ended in an error
+        prepared = self._prepared
+        if not prepared.has_models:
             raise TrainerError(
                 "run.backward came before run.prepare: each rank would train a model of its own; call "
                 "model, optimizer = run.prepare(model, optimizer) first"
             )
-        if self._config.precision == "fp16" and not self.prepared.optimizers:
+        if self._config.precision == "fp16" and not prepared.optimizers:
             raise TrainerError(
                 "precision is 'fp16', and no optimizer was prepared, so nothing tells whether a GradScaler takes its "
                 "steps; call run.prepare(model, optimizer), or write torch.autocast yourself under precision 'fp32'"
             )
-        kept, self._kept = self._kept() if self._kept is not None else None, None
-        if kept is not None and kept.grad is None:
-            raise TrainerError(
-                "the gradients of this update's earlier batches are gone, and accumulate is "
-                f"{self._config.accumulate}; call zero_grad only after a step, where run.sync_gradients is true"
-            )
-        self.prepared.check_frozen()
+        if self._kept is not None:
+            (update, held), self._kept = self._kept, None
+            if update == self._batches.update and (kept := held()) is not None and kept.grad is None:
+                raise TrainerError(
+                    "the gradients of this update's earlier batches are gone, and accumulate is "
+                    f"{self._config.accumulate}; call zero_grad only after a step, where run.sync_gradients is true"
+                )
+        if prepared.has_frozen:
+            prepared.check_frozen()
 
-    def synchronize(self, optimizers: Sequence[Optimizer] = ()) -> None:
-        """See `Run.synchronize`."""
-        for optimizer in optimizers:
-            if optimizer not in self.prepared.optimizers:
-                raise ConfigError(f"this {type(optimizer).__name__} was not prepared; call run.prepare with it first")
-        if kept := [each for each in self.prepared.synchronizers if each.has_local_gradients]:
-            self.exchange.run(kept)
+    def _run_pass(self, loss: Tensor, weight: float, options: Mapping[str, Any]) -> None:
+        # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
+        weighted = loss if weight == 1.0 else loss * weight
+        # The mean over an empty batch may be NaN, and 0 × NaN is NaN. These hooks make its gradients zeros, and so do
+        # those of statistics that all ranks sum up.
+        trained = () if weight else self._prepared.trained()
+        hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]
+        self._is_in_pass = True
+        try:
+            with self._batches.in_pass(weight):
+                weighted.backward(**options)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _end_pass(self, synchronizers: Sequence[Synchronizer]) -> None:
+        self._is_in_pass = False
+        for synchronizer in synchronizers:
+            synchronizer.after_backward()
+
+    def _finish_failed_pass(self, synchronizers: Sequence[Synchronizer]) -> None:
+        """Take part in the all-reduces of a pass that failed on this rank, so that the other ranks do not hang."""
+        self._end_pass(synchronizers)
+        if self._prepared.active and not self._is_local:
+            self._all_reduce([synchronizer for synchronizer in synchronizers if synchronizer.is_reached], failed=True)
+
+    def _warn_of_unreached(self, synchronizers: Sequence[Synchronizer]) -> None:
+        """Warn once that a pass reached no prepared model; other synchronizers do not note what a pass reaches."""
+        if any(isinstance(synchronizer, GradientSynchronizer) for synchronizer in synchronizers):
+            self._has_warned = True
+            if self._strategy.world.is_root:
+                print_line(_UNREACHED, sys.stderr)
+
+    # The weight of a pass.
+
+    def _weigh(self, samples: float | None, *, is_sum: bool) -> float:
+        """Return the weight of the backward pass that begins now. Collective if `samples` is given.
+
+        Args:
+            samples: how many samples this rank's loss is a mean over; None takes the loader's weight.
+            is_sum: whether the loss is a sum over them, which counts as often as there are ranks, in a mean over these.
+
+        Raises:
+            TrainerError: the loss combines batches with different weights, or several models were prepared, so that it
+                is unclear which passes form an update.
+            ConfigError: `samples` is not a number that is at least 0.
+        """
+        batches = self._batches
+        if not batches.has_loader and self._config.accumulate > 1:
+            self._count_pass()
+        self._is_local = self._in_no_sync > 0 or not batches.current.closes_update
+        step = batches.step_of_pass(is_weighed=samples is not None or is_sum)
+        if samples is not None:
+            return self._weight_of_samples(samples if step.count else 0.0)
+        if is_sum:
+            return float(self._strategy.world.size) if step.count else 0.0
+        return step.weight
+
+    def _count_pass(self) -> None:
+        """Count a pass without a loader: every `accumulate` passes form an update."""
+        accumulate = self._config.accumulate
+        if (models := len(self._prepared.models)) > 1:
+            raise TrainerError(
+                f"accumulate is {accumulate}, and there are {models} models and no batch of run.loader, so "
+                "it is unclear which backward passes form an update; use run.no_sync and run.backward's samples"
+            )
+        self._passes += 1
+        self._batches.activate(Step(None, 1, 1 / accumulate, closes_update=self._passes % accumulate == 0))
+
+    def _weight_of_samples(self, samples: float) -> float:
+        if not 0 <= samples < float("inf"):
+            raise ConfigError(f"samples is {samples!r}; it must be a number that is at least 0")
+        self._samples += samples
+        # The gradients of the earlier passes are sums over samples: only the last pass knows by what to divide them.
+        if self._is_local:
+            if self._before is None:
+                self._before = mark(self._prepared.trained())
+            return samples
+        world = self._strategy.world
+        samples_here = torch.tensor(self._samples, dtype=torch.float64, device=world.device)
+        total = float(self._strategy.all_reduce(samples_here)) if world.size > 1 else self._samples
+        per_sample = world.size / total if total else 0.0
+        if self._before is not None:
+            self._scale_earlier_passes(per_sample, self._before)
+        self._samples, self._before = 0.0, None
+        return samples * per_sample
+
+    def _scale_earlier_passes(self, factor: float, before: Marks) -> None:
+        for parameter in self._prepared.trained():
+            gradient = parameter.grad
+            if gradient is None or not has_changed(parameter, before):
+                continue  # no pass of this update has reached it
+            if parameter in before and before[parameter][0] is gradient:
+                raise TrainerError(
+                    "an update of several passes with samples was begun on gradients of an earlier one; call zero_grad "
+                    "before its first pass"
+                )
+            gradient.detach().mul_(factor)
+
+    # The all-reduce of gradients.
+
+    def _all_reduce(self, wanted: Collection[Synchronizer], *, failed: bool = False) -> None:
+        """All-reduce the gradients of the models that a pass has reached. Collective.
+
+        Ranks may have reached different models. If there are several, they first agree on those that any rank reached.
+
+        Args:
+            wanted: the synchronizers of the models that were reached on this rank.
+            failed: whether the pass raised an error on this rank; its gradients are then left out.
+        """
+        prepared = self._prepared
+        # `active` has the same order on every rank; a model that this rank no longer holds is None here.
+        reached = synchronizers = [held() for held in prepared.active]
+        if len(synchronizers) > 1 and not self._strategy.shards:
+            is_wanted = [float(synchronizer in wanted) for synchronizer in synchronizers]
+            counts = torch.tensor(is_wanted, device=self._strategy.world.device)
+            self._strategy.start_gradients(counts, f"reached.{len(synchronizers)}")()
+            reached = [
+                synchronizer for synchronizer, count in zip(synchronizers, counts.tolist(), strict=True) if count > 0
+            ]
+        for synchronizer in filter(None, reached):
+            with span(EXCHANGE):
+                synchronizer.reduce_after_error() if failed else synchronizer.complete()
+            self._stepped[synchronizer] = set()
+        if not prepared.has_optimizers:
+            self._count_step()
+        if prepared.active and self._periodic.is_due():
+            self._compare()
+        self._had_no_sync = False
+
+    def _compare(self) -> None:
+        prepared = self._prepared
+        if self._periodic.is_first:
+            warn_of_twins(self._strategy, self._batches.first_inputs)
+        prepared.check_known()
+        # Within no_sync, each rank's weights may differ for a while, as in sharpness-aware minimization.
+        equal = all(each.weights_are_equal for each in prepared.synchronizers) and not self._had_no_sync
+        self._periodic.compare(
+            self._batches.position,
+            {known.number: optimizer for optimizer, known in prepared.optimizers.items()},
+            prepared.numbered_models if equal and not self._strategy.shards else {},
+        )
+
+    # An optimizer's step.
+
+    def _before_step(
+        self, known: PreparedOptimizer, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if id(optimizer) in self._running:  # this is the parent class's step, called by the subclass's
+            return None
+        closure, is_fp16 = args[1] if len(args) > 1 else kwargs.get("closure"), self._config.precision == "fp16"
+        if is_fp16 and closure is None:
+            check_step_is_scaled()
+        self._running.add(id(optimizer))
+        if closure is None:
+            for synchronizer in self._check_step(known, optimizer):
+                synchronizer.before_step()
+            return None
+        if is_fp16 or self._config.low_communication_setting:
+            raise ConfigError("a closure cannot be combined with fp16, powersgd or sync_every")
+        averaging = partial(self._mean_of, closure, known, optimizer)
+        if len(args) > 1:
+            return (args[0], averaging, *args[2:]), kwargs
+        return args, {**kwargs, "closure": averaging}
+
+    def _mean_of(self, closure: Callable[[], Any], known: PreparedOptimizer, optimizer: Optimizer) -> Any:
+        """Return the mean over all ranks of a closure's loss, so that they all decide alike by it. Collective."""
+        loss = closure()
+        self._check_step(known, optimizer)
+        self._running.add(id(optimizer))  # still within the step: the closure's backward pass has cleared it
+        if loss is None:
+            return None
+        world, weight = self._strategy.world, self._weight
+        mean = torch.as_tensor(loss, device=world.device).detach().double()
+        mean = mean * weight if weight else torch.zeros_like(mean)
+        return (self._strategy.all_reduce(mean) / world.size).to(getattr(loss, "dtype", torch.float64))
+
+    def _check_step(self, known: PreparedOptimizer, optimizer: Optimizer) -> list[Synchronizer]:
+        """Check that a step has complete gradients, all-reduce local ones, and return its models' synchronizers."""
+        prepared = self._prepared
+        prepared.check_groups(known, optimizer)
+        is_repeated = prepared.backwards == known.backwards_at_step
+        if not self._batches.current.closes_update:
+            raise TrainerError(
+                f"optimizer.step() came before the update's {self._config.accumulate} batches were complete; step only "
+                "where run.sync_gradients is true"
+            )
+        if is_repeated and any(parameter.grad is not None for parameter in parameters_of(optimizer)):
+            raise TrainerError(
+                "optimizer.step() found gradients, but run.backward has not run since its last step; call "
+                "run.backward(loss) before each step, and zero the gradients after it"
+            )
+        known.backwards_at_step = prepared.backwards
+        synchronizers = prepared.synchronizers_of(known, optimizer)
+        # This rank has kept its gradients, or it has skipped a backward pass whose all-reduce the other ranks wait in.
+        if wanted := [
+            synchronizer
+            for synchronizer in synchronizers
+            if synchronizer.has_local_gradients or (is_repeated and self._was_missed(synchronizer, optimizer))
+        ]:
+            if self._config.precision == "fp16":
+                raise TrainerError(
+                    "scaler.step has unscaled gradients that were not all-reduced yet; under precision 'fp16' call "
+                    "run.backward on every rank before each step, and run.synchronize() after run.no_sync, before "
+                    "scaler.unscale_ and scaler.step"
+                )
+            self._all_reduce(wanted)
+        for synchronizer in synchronizers:
+            self._stepped.setdefault(synchronizer, set()).add(id(optimizer))
+        return synchronizers
+
+    def _was_missed(self, synchronizer: Synchronizer, optimizer: Optimizer) -> bool:
+        """Return whether the model's gradients were not all-reduced since this optimizer's last step."""
+        stepped = self._stepped.get(synchronizer)
+        return stepped is None or id(optimizer) in stepped
+
+    def _after_step(
+        self, known: PreparedOptimizer, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._running.discard(id(optimizer))
+        self._count_step()
+        for synchronizer in self._prepared.synchronizers_of(known, optimizer):
+            synchronizer.after_step()
+
+    def _count_step(self) -> None:
+        """Count an update. Steps of several optimizers between two draws of the loaders are one."""
+        is_new = not self._batches.has_loader or self._batches.draws != self._counted_draws
+        self._counted_draws = self._batches.draws
+        self.completed += is_new
+        if not self._batches.has_loader:
+            report_phase("training")  # as a loader does; else the phase of a checkpoint would never end
+        report_step(self.completed, is_new=is_new)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.errors import TrainerError
 
@@ -26,6 +28,23 @@ class GlobalBatch:
 
     def __init__(self, all_reduce: AllReduce) -> None:
         self._all_reduce = all_reduce
+        self._plain: WeakSet[_BatchNorm] = WeakSet()
+        """BatchNorm layers whose statistics are of this rank's batches alone."""
+        self._momentum: WeakKeyDictionary[_BatchNorm, float | None] = WeakKeyDictionary()
+
+    def follow(self, plain: Iterable[_BatchNorm]) -> None:
+        """Also keep padding batches out of the running statistics of these layers, which do not ask `counts`."""
+        self._plain.update(plain)
+
+    def leave_out(self, is_padding: bool) -> None:
+        """Leave the next batches out of all statistics because they are padding, or stop doing so."""
+        self.counts = not is_padding
+        for layer in self._plain:
+            if is_padding:
+                self._momentum.setdefault(layer, layer.momentum)
+                layer.momentum = 0.0
+            elif layer in self._momentum:
+                layer.momentum = self._momentum.pop(layer)
 
     def sum(self, tensor: Tensor, all_reduce: AllReduce | None = None) -> Tensor:
         """Return the sum over all ranks, through which gradients pass. Collective, as is its backward pass."""

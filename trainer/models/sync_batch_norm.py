@@ -8,9 +8,6 @@ devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
-from weakref import WeakKeyDictionary
-
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -63,21 +60,6 @@ class GlobalBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected an input of 2 or more dimensions, not {input.dim()}")
-
-
-def leave_out(layers: Iterable[_BatchNorm], padding: bool) -> None:
-    """Leave the next batches out of plain layers' statistics because they are padding, or stop doing so."""
-    for layer in layers:
-        if isinstance(layer, GlobalBatchNorm):
-            continue  # which asks its `batch`
-        if padding:
-            _MOMENTUM.setdefault(layer, layer.momentum)
-            layer.momentum = 0.0
-        elif layer in _MOMENTUM:
-            layer.momentum = _MOMENTUM.pop(layer)
-
-
-_MOMENTUM: MutableMapping[nn.Module, float | None] = WeakKeyDictionary()
 
 
 def convert_sync_batch_norm(model: nn.Module, batch: GlobalBatch) -> nn.Module:

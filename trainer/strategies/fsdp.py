@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.cluster.world import World
 from trainer.config import FsdpConfig, RunConfig
-from trainer.data.base import Loader
+from trainer.data.base import NO_SAMPLES, Loader, Observer, Step
 from trainer.errors import ConfigError, TrainerError
 from trainer.models.sharded import is_sharded, shard_values
 from trainer.strategies.base import broadcast_optimizer_state, check_dense
@@ -147,7 +147,7 @@ class FSDPStrategy(DDPStrategy):
         return cast(nn.Parameter, self._replaced.get(parameter, parameter))
 
     def follow_loader(self, loader: Loader) -> None:
-        loader.on_evaluation_step = self._passes.on_step
+        loader.observers.append(self._passes)
 
     def adopt(self, optimizer: Optimizer) -> None:
         if isinstance(optimizer, _NOT_SHARDED):
@@ -176,7 +176,7 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(module.named_parameters(remove_duplicate=False))
 
 
-class EvaluationPasses:
+class EvaluationPasses(Observer):
     """The forward passes of an evaluation step, which ranks without samples repeat, as gathering is collective."""
 
     def __init__(self) -> None:
@@ -185,13 +185,13 @@ class EvaluationPasses:
         self._seen: list[FSDPModule] = []
         self._is_in_step = False
 
-    def on_step(self, has_samples: bool) -> None:
+    def evaluated(self, loader: Loader, step: Step | None) -> None:
         """Note the passes that follow; on a rank without samples, repeat those of the step before.
 
         To repeat a pass is to gather the same parameters in the same order, for which the other ranks wait.
         """
-        if has_samples:
-            self._seen, self._is_in_step = [], True
+        if step is not NO_SAMPLES:
+            self._seen, self._is_in_step = [], step is not None
             return
         for part in self._seen if self._is_in_step else self.known:
             part.unshard()

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from ctypes import c_bool, c_char, c_double, c_int64
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -288,41 +288,35 @@ def _writable() -> Record | None:
     return _record if _record is not None and _record.thread == threading.get_ident() else None
 
 
-class waits:  # noqa: N801 (a context, as contextlib's are)
-    """Context manager in which this rank waits for others. A context within another counts as a part of it.
+@contextmanager
+def waits(what: str, elements: int = 0, *, counts: bool = False) -> Iterator[None]:
+    """Return a context in which this rank waits for others. A context within another counts as a part of it.
 
     Args:
         what: name of what is waited for.
         elements: how many the tensor has; 0 if that may differ between ranks.
         counts: whether it is a counted collective, in which all ranks take part.
     """
-
-    def __init__(self, what: str, elements: int = 0, *, counts: bool = False) -> None:
-        self._what, self._elements, self._counts = what.encode()[:_WHAT_BYTES], elements, counts
-        self._record: Record | None = None
-
-    def __enter__(self) -> None:
-        record = _writable()
-        if record is None:
-            return
-        state = record.state
-        if state == State.WAITING:
-            record.events += 1  # progress: a part of the wait has begun
-            return
-        # After a collective's error that was caught, nothing is waited for any more.
-        is_between = state in (State.BETWEEN, State.FAILED)
-        self._before = (State.BETWEEN, b"", 0) if is_between else (state, record.what, record.elements)
-        record.set(State.WAITING, self._what, self._elements, self._counts)
-        self._record = record
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        record = self._record
+    record = _writable()
+    if record is None or record.state == State.WAITING:
         if record is not None:
-            if kind is not None and issubclass(kind, Exception):
-                record.fail(self._what, self._elements, self._counts)
-            else:
-                record.set(*self._before)
-            self._record = None
+            record.events += 1  # progress: a part of the wait has begun
+        yield
+        return
+    # After a collective's error that was caught, nothing is waited for any more.
+    is_between = record.state in (State.BETWEEN, State.FAILED)
+    before = (State.BETWEEN, b"", 0) if is_between else (record.state, record.what, record.elements)
+    name = what.encode()[:_WHAT_BYTES]
+    record.set(State.WAITING, name, elements, counts)
+    try:
+        yield
+    except Exception:
+        record.fail(name, elements, counts)
+        raise
+    except BaseException:
+        record.set(*before)
+        raise
+    record.set(*before)
 
 
 def note_waits(kind: type, names: Mapping[str, str], *, counts: bool) -> None:
@@ -367,42 +361,21 @@ def loading(batches: Iterable[Any]) -> Iterator[Any]:
         yield batch
 
 
-class UpdateCounter:
-    """Counts the updates of a run, and reports each."""
+def report_step(updates: int, *, is_new: bool) -> None:
+    """Note a step of an optimizer, and the number of updates that this rank has completed. Takes a microsecond or two.
 
-    def __init__(self) -> None:
-        self.count = 0
-        """Completed updates. A run that goes on from a checkpoint sets it to the checkpoint's."""
-        self._is_counted = False
-
-    def on_batch(self) -> None:
-        """Note that a loader yields a batch."""
-        self._is_counted = False
-        report_phase("training")
-
-    def on_step(self, has_loader: bool) -> None:
-        """Note a step of an optimizer. Steps of several optimizers on the same loader's batch are one update."""
-        note_step()
-        if not has_loader:
-            report_phase("training")  # as no batch does; else the phase of a checkpoint would never end
-        if not (has_loader and self._is_counted):
-            self.count += 1
-            self._is_counted = True
-            report_update(self.count)
-
-
-def note_step() -> None:
-    """Note that an optimizer has stepped."""
-    if (record := _writable()) is not None:
-        record.put(steps=record.steps + 1, events=record.events + 1)
-
-
-def report_update(updates: int) -> None:
-    """Note the number of updates that this rank has completed. Takes a microsecond at most."""
-    if (record := _writable()) is not None:
+    Args:
+        is_new: whether this step has completed another update.
+    """
+    if (record := _writable()) is None:
+        return
+    values: dict[str, Any] = {"steps": record.steps + 1, "events": record.events + 1}
+    if is_new:
         now = time.monotonic()
-        first = {} if record.first_update else {"first_update": updates, "first_update_s": now}
-        record.put(updates=updates, progress_s=now, reports=0, **first)
+        values |= {"updates": updates, "progress_s": now, "reports": 0}
+        if not record.first_update:
+            values |= {"first_update": updates, "first_update_s": now}
+    record.put(**values)
 
 
 def report_phase(phase: str) -> None:

@@ -36,7 +36,7 @@ from trainer.checkpoint.run.storage import Storage, gather_problem
 from trainer.cluster import exit_codes
 from trainer.cluster.output import print_line
 from trainer.config import CheckpointConfig
-from trainer.data.base import Loader
+from trainer.data.base import Loader, Observer
 from trainer.errors import ConfigError, TrainerError
 from trainer.loop.consistency import check_consistency
 from trainer.loop.random_numbers import random_state, set_random_state
@@ -49,7 +49,7 @@ _REDUCE_EVERY_S = 0.5
 _REDUCE_WITHIN_UPDATES = 128
 
 
-class Checkpoints:
+class Checkpoints(Observer):
     """The checkpoints of a run: when it is saved, and where it resumes. `Run.checkpoints` returns this.
 
     A run is saved only while no batch is in use: between two updates, or between two epochs. If a loop iterates over
@@ -151,7 +151,7 @@ class Checkpoints:
     def watch(self, loader: Loader) -> None:
         """Also save the position of this training loader, and have it resume where it stopped."""
         self._positions.watch(loader)
-        loader.observer = self
+        loader.observers = [each for each in loader.observers if not isinstance(each, Checkpoints)] + [self]
 
     def count(self, epochs: range) -> Iterator[int]:
         """Yield the numbers of the remaining epochs, and save between them when a checkpoint is due.
