@@ -126,6 +126,19 @@ def count_samples(value: Any) -> int | None:
     return counts[0] if counts else None
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in a batch, in the containers that `move` searches."""
+    waiting, found = [value], []
+    for part in waiting:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, list | tuple):
+            waiting.extend(part)
+        else:
+            waiting.extend(_parts(part).values())
+    return found
+
+
 def _replace(value: Any, new_of: Callable[[Any], Any]) -> Any:
     """Return a value with some of its parts replaced; the value itself if nothing changes.
 

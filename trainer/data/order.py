@@ -62,7 +62,8 @@ class Epoch:
         ranges = map(self.key_range, shards)
         if not isinstance(self.keys, Permutation):
             keys = self.keys.to(device) if isinstance(self.keys, Tensor) else self.keys
-            yield from (keys[part] for part in ranges)
+            for part in ranges:
+                yield keys[part]
             return
         while block := list(islice(ranges, _AT_ONCE)):
             numbers = np.concatenate([np.arange(part.start, part.stop, dtype=np.uint64) for part in block])

@@ -23,10 +23,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from trainer.cluster.output import print_line
 from trainer.cluster.world import World
 from trainer.data.base import NO_STEP, Loader, Observer, Step
+from trainer.data.batches import tensors_in
 from trainer.errors import TrainerError
 from trainer.loop.prepared import at_end
 from trainer.models.global_batch import GlobalBatch
-from trainer.models.sharded import tensors_in
 
 _PADDING = (
     "trainer: rank {} computes on a padding batch, because fewer than two samples a rank are left in this step: it "
@@ -110,7 +110,7 @@ class Batches(Observer):
         self._is_uneven |= step.weight != 1.0
         self._weights.add(step.weight)
         known = replace(step, batch=()), position
-        for _, tensor in tensors_in(step.batch):
+        for tensor in tensors_in(step.batch):
             self._by_tensor[tensor] = known
         if threading.get_ident() == self._thread:  # a thread that draws ahead knows nothing of the passes
             self._forwarded.pop(loader.number, None)  # this loader's earlier batches have had no backward pass
@@ -136,10 +136,10 @@ class Batches(Observer):
             return
         if not self._has_digest and self._world.size > 1:
             self._has_digest = True
-            self.first_inputs = next((_digest(tensor) for _, tensor in tensors_in(inputs)), None)
+            self.first_inputs = next(map(_digest, tensors_in(inputs)), None)
         if not self._by_tensor:
             return
-        for _, tensor in tensors_in(inputs):
+        for tensor in tensors_in(inputs):
             known = self._by_tensor.get(tensor)
             if known is None and tensor._base is not None:  # a view of a batch's tensor
                 known = self._by_tensor.get(tensor._base)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import socket
 import sys
 from collections import Counter
@@ -55,23 +56,14 @@ class PeriodicCheck:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
+        self.due_after: float = 0 if strategy.world.size > 1 else math.inf
+        """After how many backward passes of all ranks the next one is followed by a comparison."""
         self._passes = 0
         self._has_warned = False
 
-    @property
-    def is_first(self) -> bool:
-        """Whether no comparison has been made before."""
-        return self._passes == 1
-
-    def is_due(self) -> bool:
-        """Count a backward pass of all ranks; return whether the ranks are to be compared after it."""
-        number, self._passes = self._passes, self._passes + 1
-        is_power_of_two = number & (number - 1) == 0  # or 0
-        is_due = is_power_of_two if number < _AT_LEAST_EVERY else number % _AT_LEAST_EVERY == 0
-        return self._strategy.world.size > 1 and is_due
-
     def compare(
         self,
+        passes: int,
         position: tuple[int, int, int] | None,
         optimizers: Mapping[int, Optimizer],
         models: Mapping[int, nn.Module],
@@ -79,6 +71,7 @@ class PeriodicCheck:
         """Compare the ranks. Collective.
 
         Args:
+            passes: the backward passes so far.
             position: the number of the loader whose batch is trained on, its epoch from 0, and the batch's number among
                 those that the loader has yielded on this rank; None where there is no loader.
             optimizers: by numbers that are the same on all ranks; those that not every rank holds are left out.
@@ -88,6 +81,8 @@ class PeriodicCheck:
             TrainerError: a rank has drawn other batches than another, or has other weights.
             ConfigError: a rank's optimizer has another learning rate or other settings.
         """
+        self._passes = passes
+        self.due_after = min(max(2 * self.due_after, 1), self.due_after + _AT_LEAST_EVERY)
         facts_here = (socket.gethostname(), position, set(optimizers), set(models))
         by_rank = self._strategy.all_gather_object(facts_here)
         hosts, positions, held_optimizers, held_models = zip(*by_rank, strict=True)

@@ -183,10 +183,9 @@ class Prepared:
         Raises:
             ConfigError: a parameter belongs to no model, or its gradients are not all-reduced.
         """
-        if len(optimizer.param_groups) != known.groups:
-            self.check_parameters((), [optimizer])
-            self.check_known(_ids(optimizer))
-            known.groups, known.synchronizers = len(optimizer.param_groups), None
+        self.check_parameters((), [optimizer])
+        self.check_known(_ids(optimizer))
+        known.groups, known.synchronizers = len(optimizer.param_groups), None
 
     def check_known(self, held: set[int] | None = None) -> None:
         """Check that gradients of all trained parameters are all-reduced; with `held`, of parameters with these ids.

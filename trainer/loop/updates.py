@@ -30,7 +30,7 @@ from trainer.loop.prepared import Prepared, PreparedOptimizer, at_end
 from trainer.loop.random_numbers import warn_of_twins
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import GradientSynchronizer, Synchronizer
-from trainer.watch.heartbeat import report_phase, report_step
+from trainer.watch.heartbeat import GRADIENTS, report_phase, report_step, waits
 from trainer.watch.spans import EXCHANGE, span
 
 _UNREACHED = (
@@ -61,7 +61,9 @@ class Updates:
         """The weight of the last backward pass: the factor on its loss."""
         self._is_local = False
         """Whether a later pass of the same update will send the last pass's gradients."""
-        self._is_in_pass = self._had_no_sync = self._has_warned = False
+        self._is_in_pass = False
+        """Whether a backward pass runs, or has ended in an error."""
+        self._had_no_sync = self._has_warned = False
         self._in_no_sync = 0
         self._passes = 0
         """Backward passes without a loader."""
@@ -72,6 +74,8 @@ class Updates:
         """This rank's samples in the earlier passes of the current update, as the script gives them."""
         self._before: Marks | None = None
         """The gradients before the first of the passes with samples; None during that first pass."""
+        self._passes_reduced = 0
+        """Backward passes of all ranks whose gradients were all-reduced."""
         self._stepped: weakref.WeakKeyDictionary[Synchronizer, set[int]] = weakref.WeakKeyDictionary()
         """Ids of optimizers that stepped since the last all-reduce, per model."""
         self._running: set[int] = set()
@@ -108,8 +112,9 @@ class Updates:
         for synchronizer in synchronizers:
             synchronizer.before_backward(is_local=self._is_local, is_weightless=weight == 0.0)
         self._run_pass(loss, weight, options)
-        self._end_pass(synchronizers)
         self._prepared.backwards += 1
+        for synchronizer in synchronizers:
+            synchronizer.after_backward()
         reached = [synchronizer for synchronizer in synchronizers if synchronizer.is_reached]
         if weight and not reached and not self._has_warned:
             self._warn_of_unreached(synchronizers)
@@ -174,15 +179,13 @@ class Updates:
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _end_pass(self, synchronizers: Sequence[Synchronizer]) -> None:
         self._is_in_pass = False
-        for synchronizer in synchronizers:
-            synchronizer.after_backward()
 
     def _finish_failed_pass(self, synchronizers: Sequence[Synchronizer]) -> None:
         """Take part in the all-reduces of a pass that failed on this rank, so that the other ranks do not hang."""
-        self._end_pass(synchronizers)
+        self._is_in_pass = False
+        for synchronizer in synchronizers:
+            synchronizer.after_backward()
         if self._prepared.active and not self._is_local:
             self._all_reduce([synchronizer for synchronizer in synchronizers if synchronizer.is_reached], failed=True)
 
@@ -281,23 +284,25 @@ class Updates:
                 synchronizer for synchronizer, count in zip(synchronizers, counts.tolist(), strict=True) if count > 0
             ]
         for synchronizer in filter(None, reached):
-            with span(EXCHANGE):
+            with span(EXCHANGE), waits(GRADIENTS):
                 synchronizer.reduce_after_error() if failed else synchronizer.complete()
             self._stepped[synchronizer] = set()
         if not prepared.has_optimizers:
             self._count_step()
-        if prepared.active and self._periodic.is_due():
+        self._passes_reduced += 1
+        if self._passes_reduced > self._periodic.due_after and prepared.active:
             self._compare()
         self._had_no_sync = False
 
     def _compare(self) -> None:
         prepared = self._prepared
-        if self._periodic.is_first:
+        if not self._periodic.due_after:
             warn_of_twins(self._strategy, self._batches.first_inputs)
         prepared.check_known()
         # Within no_sync, each rank's weights may differ for a while, as in sharpness-aware minimization.
         equal = all(each.weights_are_equal for each in prepared.synchronizers) and not self._had_no_sync
         self._periodic.compare(
+            self._passes_reduced,
             self._batches.position,
             {known.number: optimizer for optimizer, known in prepared.optimizers.items()},
             prepared.numbered_models if equal and not self._strategy.shards else {},
@@ -340,7 +345,8 @@ class Updates:
     def _check_step(self, known: PreparedOptimizer, optimizer: Optimizer) -> list[Synchronizer]:
         """Check that a step has complete gradients, all-reduce local ones, and return its models' synchronizers."""
         prepared = self._prepared
-        prepared.check_groups(known, optimizer)
+        if len(optimizer.param_groups) != known.groups:
+            prepared.check_groups(known, optimizer)
         is_repeated = prepared.backwards == known.backwards_at_step
         if not self._batches.current.closes_update:
             raise TrainerError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -88,19 +88,13 @@ def _local_box(sharded: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def tensors_in(value: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
-    """Yield the tensors in nested containers, each with the keys and indices that lead to it."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping | list | tuple):
-        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from tensors_in(part, (*path, key))
-
-
 def take_part(state: Any) -> None:
     """Take part in other ranks' `gather` of every sharded tensor in nested containers. Collective."""
-    for _, tensor in tensors_in(state):
-        gather(tensor)
+    if isinstance(state, Tensor):
+        gather(state)
+    elif isinstance(state, Mapping | list | tuple):
+        for part in state.values() if isinstance(state, Mapping) else state:
+            take_part(part)
 
 
 def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.errors import TrainerError
-from trainer.watch.heartbeat import note_waits
 
 _NUMBERS = itertools.count()
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -36,19 +35,6 @@ class Synchronizer:
         reach them in different orders."""
         self.has_local_gradients = False
         """Whether local passes have left gradients on this rank."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        note_waits(
-            cls,
-            {
-                "complete": "gradients",
-                "reduce_after_error": "gradients",
-                "after_step": "weights",
-                "average_weights": "weights",
-            },
-            counts=False,
-        )
 
     def before_backward(self, *, is_local: bool = False, is_weightless: bool = False) -> None:
         """Prepare for a backward pass, which may add to the mean gradients of an earlier pass.
@@ -159,7 +145,11 @@ class GradientSynchronizer(Synchronizer):
     def before_backward(self, *, is_local: bool = False, is_weightless: bool = False) -> None:
         self._reached.clear()
         self._is_local, self._is_in_pass = is_local, True
-        self._move_hooks_last()
+        # Our hooks come behind the user's, however late those were registered: what theirs change is sent as well.
+        for hook, held in zip(self._hooks, self._parameters, strict=True):
+            registered = getattr(held(), "_post_accumulate_grad_hooks", None)
+            if registered and hook.id in registered and next(reversed(registered)) != hook.id:
+                registered[hook.id] = registered.pop(hook.id)
 
     def reduce_after_error(self) -> None:
         parameters = [parameter for parameter in self.parameters if parameter is not None]
@@ -197,13 +187,6 @@ class GradientSynchronizer(Synchronizer):
         if not self._is_local:
             self.on_gradient(index, parameter)  # type: ignore[arg-type]
         self._reached.add(index)
-
-    def _move_hooks_last(self) -> None:
-        """Move our hooks behind the user's, however late those were registered: what theirs change is sent as well."""
-        for hook, parameter in zip(self._hooks, self.parameters, strict=True):
-            registered = getattr(parameter, "_post_accumulate_grad_hooks", None)
-            if registered and hook.id in registered and next(reversed(registered)) != hook.id:
-                registered[hook.id] = registered.pop(hook.id)
 
     def _completed_twice(self, index: int) -> TrainerError:
         """Return the error for a second gradient of the same parameter in a pass, the first of which may be sent."""

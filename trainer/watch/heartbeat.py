@@ -38,6 +38,8 @@ TRAINING = {"", "joining", "joined", "training"}
 """Phases of a rank that trains. A loop without a loader of ours stays at "joined" until its first step."""
 MISTAKE, LOST_PEER = "mistake", "lost peer"
 """Kinds of error, besides names of exceptions: the user's mistake; a failure that another rank has caused."""
+GRADIENTS, WEIGHTS = "gradients", "weights"
+"""What a rank waits for in an all-reduce of gradients, and in an average of weights."""
 BATCH_NORM = "BatchNorm's statistics"
 """Name of the collective by which a BatchNorm over the global batch gets its statistics."""
 SIGNAL = getattr(signal, "SIGRTMAX", 64) - 5

@@ -22,6 +22,7 @@ from trainer.strategies.collectives import Collectives
 from trainer.strategies.compress.power_sgd import PowerSGD
 from trainer.strategies.compress.whole_gradients import WIRE_TYPES, WholeSynchronizer, exact_type
 from trainer.strategies.gradients import NamedParameters
+from trainer.watch.heartbeat import WEIGHTS, waits
 
 
 class LocalSynchronizer(WholeSynchronizer):
@@ -112,6 +113,7 @@ class LocalSynchronizer(WholeSynchronizer):
             self._average_round()
 
     @torch.no_grad()
+    @waits(WEIGHTS)
     def _average_round(self) -> None:
         named = self._named
         if self._anchors:
@@ -155,6 +157,7 @@ class LocalSynchronizer(WholeSynchronizer):
         return changes
 
     @torch.no_grad()
+    @waits(WEIGHTS)
     def average_weights(self, optimizers: Collection[Optimizer] = ()) -> None:
         if self._differs:
             self._average_round()
