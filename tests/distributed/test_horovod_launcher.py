@@ -260,16 +260,17 @@ ELSEWHERE = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("outer", ELSEWHERE)
+@pytest.mark.parametrize("outer", [*ELSEWHERE, "horovodrun after init"])
 def test_a_rank_of_another_launcher_starts_no_job(outer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ELSEWHERE[outer].items():
+    outer, _, init = outer.partition(" ")
+    for name, value in (ELSEWHERE[outer] | (ELSEWHERE["torchrun"] if init else {})).items():
         monkeypatch.setenv(name, value)
     done = launch("--gloo", "-np", "1", "echo", "started")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"horovodrun: each of the 2 processes of {outer} calls horovodrun, and would train ")
     assert done.stderr.count("\n") == 1
-    name = done.stderr.split()[-1]
-    monkeypatch.delenv(name)
+    for name in done.stderr.partition(" env -u ")[2].split(" -u "):
+        monkeypatch.delenv(name.strip())
     assert "started" in launch("--gloo", "-np", "1", "echo", "started").stdout
 
 

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 # where only some are set: the script of a batch job has the rank in its allocation, but is no step of srun.
 _MPIRUN = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 LAUNCHERS = {
-    "torchrun": ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "horovodrun": ("HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     "mpirun": _MPIRUN,
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     "mpiexec": ("PMI_SIZE", "PMI_RANK"),
+    # Last: a library may set these in the ranks of every launcher, for torch.distributed.
+    "torchrun": ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 }
 
 
@@ -31,10 +32,15 @@ def refuse(environ: Mapping[str, str], over_mpi: bool) -> None:
             "a process of mpirun has called horovodrun, and Open MPI cannot be nested; "
             "start the script with one of the two"
         )
-    for launcher, (size, *others) in LAUNCHERS.items():
-        if environ.get(size, "1") not in ("", "1") and all(environ.get(name) for name in others):
-            raise ValueError(
-                f"each of the {environ[size]} processes of {launcher} calls horovodrun, and would train a model of its "
-                "own; start the script with one of the two. If the models shall train side by side, call it with "
-                f"env -u {size}"
-            )
+    sizes = {
+        launcher: size
+        for launcher, (size, *others) in LAUNCHERS.items()
+        if environ.get(size, "1") not in ("", "1") and all(environ.get(name) for name in others)
+    }
+    if sizes:
+        launcher, size = next(iter(sizes.items()))
+        raise ValueError(
+            f"each of the {environ[size]} processes of {launcher} calls horovodrun, and would train a model of its "
+            "own; start the script with one of the two. If the models shall train side by side, call it with "
+            f"env -u {' -u '.join(sizes.values())}"
+        )
