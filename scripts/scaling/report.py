@@ -233,8 +233,7 @@ def _run_cells(row: Row) -> Sequence[str]:
 
 def _step_cells(row: Row) -> Sequence[str]:
     measured = row.measured
-    phases = (measured.step, measured.input, measured.compute, measured.exchange, measured.waiting, measured.hidden)
-    milliseconds = (f"{phase * 1e3:.2f}" for phase in phases)
+    milliseconds = (f"{getattr(measured, name) * 1e3:.2f}" for name in ("step", *PHASES, "hidden"))
     return (str(row.shape), row.strategy, row.scaling, *milliseconds, f"{measured.input / measured.step:.0%}")
 
 
