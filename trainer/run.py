@@ -106,8 +106,7 @@ class Run:
         self.rank, self.world_size, self.local_rank = world.rank, world.size, world.local_rank
         self.is_root, self.device, self.host = world.is_root, world.device, world.host
         self._global_batch = GlobalBatch(self.strategy.sum_statistics)
-        is_watching = world.size > 1 or config.accumulate > 1
-        self._batches = Batches(world, self._global_batch, is_watching=is_watching)
+        self._batches = Batches(world, config.accumulate, self._global_batch)
         self._prepared = Prepared(self.strategy, config, self._global_batch)
         self._updates = Updates(self.strategy, config, self._prepared, self._batches)
         self._has_warned = False

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
@@ -21,6 +22,8 @@ from trainer.data.base import Step
 from trainer.data.loader import InMemory, ShardedLoader
 from trainer.data.shard_plan import permutation
 from trainer.errors import ConfigError
+from trainer.loop.batches import Batches
+from trainer.models.global_batch import GlobalBatch
 
 
 class Pairs(Dataset[Any]):
@@ -147,6 +150,30 @@ def test_drop_last_leaves_out_what_does_not_fill_a_step_of_all_ranks(rank: int) 
         order = permutation(11, epoch=epoch, seed=3)
         batches = [step.batch[1].tolist() for step in loader.steps()]
         assert batches == [order[start + 2 * rank : start + 2 * rank + 2].tolist() for start in (0, 4)]
+
+
+class Incomplete(Dataset[Any]):
+    """Samples, of which the first cannot be read."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return [torch.tensor([float(index)]) for index in indices if index]
+
+
+@pytest.mark.parametrize("size", [2, np.int64(2)])
+def test_a_step_counts_the_samples_that_were_loaded_and_a_padding_batch_is_known_by_none(size: int) -> None:
+    global_batch, counts = GlobalBatch(lambda tensor: tensor), []
+    loader = ShardedLoader(Incomplete(), size, shuffle=False, world=world(1, 2))
+    loader.observers.append(Batches(loader.world, 1, global_batch))
+    for step in loader.steps():
+        counts.append((step.count, global_batch.counts))
+    assert counts == [(2, True), (0, False)]
+    assert [step.count for step in ShardedLoader(Incomplete(), size, shuffle=False, world=world(0, 2)).steps()] == [
+        1,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("in_memory", [True, False])

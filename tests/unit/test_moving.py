@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+from trainer.data import batches
 from trainer.data.batches import count_samples, move, pin
 from trainer.data.loader import ShardedLoader
 
@@ -32,6 +34,15 @@ class Encoding(UserDict[str, Any]):
         moved = Encoding({key: value.to(device) for key, value in self.items()})
         moved.was_asked = True  # type: ignore[attr-defined]
         return moved
+
+
+@dataclass
+class Node:
+    """With a field that is not set, and one for any object."""
+
+    x: Tensor
+    parent: Node | None = None
+    unset: Any = field(init=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +141,16 @@ def test_a_loader_pins_by_itself_what_its_collate_function_has_made(monkeypatch:
 )
 def test_a_batch_has_as_many_samples_as_its_first_tensor_is_long(value: Any, samples: int | None) -> None:
     assert count_samples(value) == samples
+
+
+def test_tensors_are_found_in_their_order_whatever_a_batch_or_an_input_holds() -> None:
+    first, second, third, fourth = (torch.tensor(number) for number in range(4))
+    shared = MappingProxyType({"a": first, "b": [second]})
+    node = Node(third)
+    node.parent = node
+    assert list(batches.tensors_in((shared, {"c": node, "again": shared}, "text", fourth))) == [
+        first,
+        second,
+        third,
+        fourth,
+    ]

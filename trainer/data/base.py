@@ -46,7 +46,7 @@ NOT_GIVEN: Any = object()
 NO_STEP = Step(None, 1, 1.0, True)
 """Neutral step used outside loaders."""
 NO_SAMPLES = Step(None, 0, 1.0, True)
-"""A step of an evaluation in which this rank has no samples, and others have some. It is not yielded."""
+"""A step of an evaluation in which this rank has no samples, and others have some. A script does not get it."""
 
 
 class Group(Protocol):
@@ -59,7 +59,7 @@ class Group(Protocol):
 
 
 class Observer:
-    """Listener to a loader, called after the same steps on every rank. By default each method does nothing."""
+    """Listener to a loader, in training called after the same steps on every rank. By default a method does nothing."""
 
     def wrap(self, loader: Loader, steps: Iterator[Step]) -> Iterator[Step]:
         """Wrap the iterator over a pass's steps, to time or to end them."""
@@ -176,6 +176,7 @@ class Loader(ABC):
         self.unit = "batches" if is_ready else "samples"
         """What an epoch is counted in: "samples", or "batches" where these come whole and are not cut."""
         self.observers: list[Observer] = []
+        """In the order in which they are told. Checkpoints come last, because they may end the process."""
         # Only the rank that has loaded a ready batch knows how many samples it has.
         self._is_ready, self._must_count = is_ready, is_ready and training and weigh_by is None
         self._weigh_by, self._group = weigh_by, group
@@ -243,21 +244,20 @@ class Loader(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a `state_dict` in the next epoch; raise `ConfigError` if its data or order differ."""
-        state = {"unit": "samples", **state}  # which earlier versions do not say
         for name, here in {"unit": self.unit, **self._position_depends_on(state["taken"] > 0)}.items():
             if state.get(name) != here:
                 raise ConfigError(
                     f"the checkpoint's position holds for {name} {state.get(name)}, and here it is {here}"
                 )
         self.epoch, self.start = state["epoch"], state["taken"]
-        self.use_seed(state.get("own_seed", self._given_seed))  # which earlier versions had for all loaders
+        self.use_seed(state["own_seed"])
 
     @abstractmethod
     def _position_depends_on(self, is_within: bool) -> Mapping[str, Any]:
         """Return what a position within an epoch (`is_within`), or between epochs, depends on."""
 
     def _begin(self, start: int) -> None:
-        """Begin a pass after `start` units, and tell the observer. Called before the first batch is drawn."""
+        """Begin a pass after `start` units, and tell the observers. Called before the first batch is drawn."""
         self.start, self.taken = 0, start
         for observer in self.observers:
             observer.begun(self, is_resumed=start > 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -126,17 +126,21 @@ def count_samples(value: Any) -> int | None:
     return counts[0] if counts else None
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in a batch, in the containers that `move` searches."""
-    waiting, found = [value], []
-    for part in waiting:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a batch, or in a model's inputs, in their order; in the containers that `move` searches."""
+    waiting, seen = [value], set()
+    while waiting:
+        part = waiting.pop()
         if isinstance(part, Tensor):
-            found.append(part)
-        elif isinstance(part, list | tuple):
-            waiting.extend(part)
-        else:
-            waiting.extend(_parts(part).values())
-    return found
+            yield part
+        elif id(part) not in seen:  # an input may be any object, and refer to itself
+            seen.add(id(part))
+            if isinstance(part, list | tuple):
+                waiting.extend(reversed(part))
+            elif isinstance(part, Mapping):
+                waiting.extend(reversed([*part.values()]))
+            elif is_dataclass(part):
+                waiting.extend(getattr(part, each.name, None) for each in reversed(fields(part)))
 
 
 def _replace(value: Any, new_of: Callable[[Any], Any]) -> Any:
@@ -148,7 +152,13 @@ def _replace(value: Any, new_of: Callable[[Any], Any]) -> Any:
     new = new_of(value)
     if new is not None:
         return new
-    parts = _parts(value)
+    parts: dict[Any, Any] = {}
+    if isinstance(value, list | tuple):
+        parts = dict(enumerate(value))
+    elif isinstance(value, MutableMapping):
+        parts = dict(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
     changed = {key: new for key, part in parts.items() if (new := _replace(part, new_of)) is not part}
     if not changed:
         return value
@@ -162,17 +172,6 @@ def _replace(value: Any, new_of: Callable[[Any], Any]) -> Any:
         else:
             new[key] = part
     return new
-
-
-def _parts(value: Any) -> dict[Any, Any]:
-    """Return the parts of a container by index, key or field; {} for any other value."""
-    if isinstance(value, list | tuple):
-        return dict(enumerate(value))
-    if isinstance(value, MutableMapping):
-        return dict(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    return {}
 
 
 def _has(value: Any, method: str) -> bool:

@@ -201,9 +201,7 @@ class ShardedLoader(Loader):
         plan = self._plan_from(start)
         for step, loaded in enumerate(self._load(epoch, self._shards(plan))):
             shard = plan.shard(step, rank)
-            count = shard.stop - shard.start
-            if count and self.unit == "batches":
-                count = self._samples_of(loaded)
+            count = self._samples_of(loaded) if shard.stop > shard.start else 0
             if epoch.bounds is None:
                 weight = plan.weight(step, rank)
             else:
@@ -252,9 +250,7 @@ class ShardedLoader(Loader):
         lists = (keys.tolist() if isinstance(keys, Tensor) else keys for keys in epoch.batches(shards))
         self._indices.epoch = (keys[0] for keys in lists) if self._is_ready else lists
         for loaded in batches_of(self._data_loader, self.seed, self.epoch, self.world.rank):
-            if self.world.device.type != "cpu":
-                loaded.batch = move(loaded.batch, self.world.device)
-            yield loaded
+            yield Counted(loaded.count, move(loaded.batch, self.world.device))
 
     def _cut(self, dataset: InMemory, batches: Iterable[Tensor | list[Any]]) -> Iterator[Counted]:
         inputs, targets, transform = dataset.inputs, dataset.targets, dataset.transform

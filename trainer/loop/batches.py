@@ -54,13 +54,14 @@ class Batches(Observer):
     """The batches of a `Run`'s loaders: the one place that knows which of them the script computes on.
 
     Args:
+        accumulate: steps of a loader that form an update.
         global_batch: is told whether this rank's samples count.
-        is_watching: whether it matters which batch a pass computes on. On a single rank without accumulation each has
-            weight 1 and closes an update.
     """
 
-    def __init__(self, world: World, global_batch: GlobalBatch, *, is_watching: bool) -> None:
-        self._world, self._global_batch, self._is_watching = world, global_batch, is_watching
+    def __init__(self, world: World, accumulate: int, global_batch: GlobalBatch) -> None:
+        self._world, self._global_batch = world, global_batch
+        self._is_watching = world.size > 1 or accumulate > 1
+        """Whether it matters which batch a pass computes on. Otherwise each has weight 1 and closes an update."""
         self.current = NO_STEP
         """The step that the next backward pass belongs to, as far as is known."""
         self.position: Position | None = None
@@ -70,7 +71,7 @@ class Batches(Observer):
         self.draws = 0
         """Training batches that loaders have yielded, and passes over loaders that have ended."""
         self.update = 0
-        """Number of the update that the batch drawn last belongs to."""
+        """Grows when the batches of an update are over, by the next draw or the end of a pass over a loader."""
         self.first_inputs: object = None
         """Digest of the first tensor in the first forward pass; None if it cannot be read."""
         self.in_uneven_evaluation = False
@@ -132,7 +133,7 @@ class Batches(Observer):
 
     def on_forward(self, inputs: tuple[Any, ...]) -> None:
         """Find the batch that a forward pass computes on."""
-        if self._is_in_pass:  # in which activations are computed anew
+        if self._is_in_pass:
             return
         if not self._has_digest and self._world.size > 1:
             self._has_digest = True
@@ -155,7 +156,7 @@ class Batches(Observer):
         self.position = position or self.position
         if step is self.current:
             return
-        self.current, is_padding = step, step.count == 0
+        self.current, is_padding = step, not step.count
         if is_padding is self._global_batch.counts:
             self._global_batch.leave_out(is_padding)
             # The last rank is the first that runs out of samples.
@@ -189,7 +190,10 @@ class Batches(Observer):
 
     @contextmanager
     def in_pass(self, weight: float) -> Iterator[None]:
-        """Return the context of a backward pass, within which a forward pass is of the same batch."""
+        """Return the context of a backward pass, in which a forward pass computes activations anew.
+
+        With weight 0, global statistics take nothing of its gradients.
+        """
         self._is_in_pass, self._global_batch.is_weighed = True, bool(weight)
         try:
             yield

@@ -57,7 +57,7 @@ class PeriodicCheck:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self.due_after: float = 0 if strategy.world.size > 1 else math.inf
-        """After how many backward passes of all ranks the next one is followed by a comparison."""
+        """The next comparison comes after the first backward pass whose number is above this."""
         self._passes = 0
         self._has_warned = False
 

@@ -61,7 +61,7 @@ class Updates:
         """The weight of the last backward pass: the factor on its loss."""
         self._is_local = False
         """Whether a later pass of the same update will send the last pass's gradients."""
-        self._is_in_pass = False
+        self._is_unfinished = False
         """Whether a backward pass runs, or has ended in an error."""
         self._had_no_sync = self._has_warned = False
         self._in_no_sync = 0
@@ -74,8 +74,8 @@ class Updates:
         """This rank's samples in the earlier passes of the current update, as the script gives them."""
         self._before: Marks | None = None
         """The gradients before the first of the passes with samples; None during that first pass."""
-        self._passes_reduced = 0
-        """Backward passes of all ranks whose gradients were all-reduced."""
+        self._exchanges = 0
+        """All-reduces of gradients, of whichever models, after which `PeriodicCheck` may compare the ranks."""
         self._stepped: weakref.WeakKeyDictionary[Synchronizer, set[int]] = weakref.WeakKeyDictionary()
         """Ids of optimizers that stepped since the last all-reduce, per model."""
         self._running: set[int] = set()
@@ -106,8 +106,11 @@ class Updates:
         """See `Run.backward`, whose options are those of `torch.Tensor.backward`."""
         self._check_pass()
         synchronizers = self._prepared.synchronizers
-        if self._is_in_pass:
+        if self._is_unfinished:
             self._finish_failed_pass(synchronizers)
+        if not self._batches.has_loader and self._config.accumulate > 1:
+            self._count_pass()
+        self._is_local = self._in_no_sync > 0 or not self._batches.current.closes_update
         weight = self._weight = self._weigh(samples, is_sum=is_sum)
         for synchronizer in synchronizers:
             synchronizer.before_backward(is_local=self._is_local, is_weightless=weight == 0.0)
@@ -172,18 +175,18 @@ class Updates:
         # those of statistics that all ranks sum up.
         trained = () if weight else self._prepared.trained()
         hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]
-        self._is_in_pass = True
+        self._is_unfinished = True
         try:
             with self._batches.in_pass(weight):
                 weighted.backward(**options)
         finally:
             for hook in hooks:
                 hook.remove()
-        self._is_in_pass = False
+        self._is_unfinished = False
 
     def _finish_failed_pass(self, synchronizers: Sequence[Synchronizer]) -> None:
         """Take part in the all-reduces of a pass that failed on this rank, so that the other ranks do not hang."""
-        self._is_in_pass = False
+        self._is_unfinished = False
         for synchronizer in synchronizers:
             synchronizer.after_backward()
         if self._prepared.active and not self._is_local:
@@ -206,15 +209,10 @@ class Updates:
             is_sum: whether the loss is a sum over them, which counts as often as there are ranks, in a mean over these.
 
         Raises:
-            TrainerError: the loss combines batches with different weights, or several models were prepared, so that it
-                is unclear which passes form an update.
+            TrainerError: the loss combines batches with different weights.
             ConfigError: `samples` is not a number that is at least 0.
         """
-        batches = self._batches
-        if not batches.has_loader and self._config.accumulate > 1:
-            self._count_pass()
-        self._is_local = self._in_no_sync > 0 or not batches.current.closes_update
-        step = batches.step_of_pass(is_weighed=samples is not None or is_sum)
+        step = self._batches.step_of_pass(is_weighed=samples is not None or is_sum)
         if samples is not None:
             return self._weight_of_samples(samples if step.count else 0.0)
         if is_sum:
@@ -222,7 +220,11 @@ class Updates:
         return step.weight
 
     def _count_pass(self) -> None:
-        """Count a pass without a loader: every `accumulate` passes form an update."""
+        """Count a pass without a loader: every `accumulate` passes form an update.
+
+        Raises:
+            TrainerError: several models were prepared, so that it is unclear which passes form an update.
+        """
         accumulate = self._config.accumulate
         if (models := len(self._prepared.models)) > 1:
             raise TrainerError(
@@ -289,20 +291,20 @@ class Updates:
             self._stepped[synchronizer] = set()
         if not prepared.has_optimizers:
             self._count_step()
-        self._passes_reduced += 1
-        if self._passes_reduced > self._periodic.due_after and prepared.active:
+        self._exchanges += 1
+        if self._exchanges > self._periodic.due_after and prepared.active:
             self._compare()
         self._had_no_sync = False
 
     def _compare(self) -> None:
         prepared = self._prepared
-        if not self._periodic.due_after:
+        if not self._periodic.due_after:  # the first comparison
             warn_of_twins(self._strategy, self._batches.first_inputs)
         prepared.check_known()
         # Within no_sync, each rank's weights may differ for a while, as in sharpness-aware minimization.
         equal = all(each.weights_are_equal for each in prepared.synchronizers) and not self._had_no_sync
         self._periodic.compare(
-            self._passes_reduced,
+            self._exchanges,
             self._batches.position,
             {known.number: optimizer for optimizer, known in prepared.optimizers.items()},
             prepared.numbered_models if equal and not self._strategy.shards else {},

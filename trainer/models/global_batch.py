@@ -1,4 +1,4 @@
-"""Sums over the ranks within a forward pass, through which gradients pass: the batch of all ranks together."""
+"""The batch of all ranks together: sums over it through which gradients pass, and what a padding batch leaves out."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ AllReduce = Callable[[Tensor], Tensor]
 
 
 class GlobalBatch:
-    """Whether this rank's samples count in what the ranks add up, and the all-reduce of statistics.
+    """Whether this rank's samples count in statistics, and the all-reduce of those that the ranks add up.
 
-    Layers hold it. Copies of a model share it, and so leave out the same batches; pickled models leave it out.
+    Layers that add up hold it. Copies of a model share it, and so leave out the same batches. A pickled model has none.
     """
 
     counts = True
@@ -30,7 +30,6 @@ class GlobalBatch:
         self._all_reduce = all_reduce
         self._plain: WeakSet[_BatchNorm] = WeakSet()
         """BatchNorm layers whose statistics are of this rank's batches alone."""
-        self._momentum: WeakKeyDictionary[_BatchNorm, float | None] = WeakKeyDictionary()
 
     def follow(self, plain: Iterable[_BatchNorm]) -> None:
         """Also keep padding batches out of the running statistics of these layers, which do not ask `counts`."""
@@ -41,10 +40,10 @@ class GlobalBatch:
         self.counts = not is_padding
         for layer in self._plain:
             if is_padding:
-                self._momentum.setdefault(layer, layer.momentum)
+                _MOMENTUM.setdefault(layer, layer.momentum)
                 layer.momentum = 0.0
-            elif layer in self._momentum:
-                layer.momentum = self._momentum.pop(layer)
+            elif layer in _MOMENTUM:
+                layer.momentum = _MOMENTUM.pop(layer)
 
     def sum(self, tensor: Tensor, all_reduce: AllReduce | None = None) -> Tensor:
         """Return the sum over all ranks, through which gradients pass. Collective, as is its backward pass."""
@@ -56,6 +55,10 @@ class GlobalBatch:
 
     def __reduce__(self) -> Any:
         return GlobalBatch, (_left_the_job,)
+
+
+_MOMENTUM: WeakKeyDictionary[_BatchNorm, float | None] = WeakKeyDictionary()
+"""The momentum of plain layers while padding is left out; of the process, as two runs may have prepared a model."""
 
 
 def _left_the_job(tensor: Tensor) -> Tensor:

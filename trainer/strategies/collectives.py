@@ -35,7 +35,7 @@ class Collectives:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        note_waits(cls, {name: name for name in _NOTED}, counts=True)
+        note_waits(cls, _NOTED)
 
     def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
         """Begin to sum gradients over all ranks, in place; return a function that waits for the sum.
@@ -101,4 +101,4 @@ def _broadcast_bytes(dense: Tensor, group: dist.ProcessGroup | None) -> None:
     dist.broadcast(dense.view(-1).view(torch.uint8), src=0, group=group)
 
 
-note_waits(Collectives, {name: name for name in _NOTED}, counts=True)
+note_waits(Collectives, _NOTED)

@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from ctypes import c_bool, c_char, c_double, c_int64
 from dataclasses import dataclass, field, fields
@@ -321,26 +321,21 @@ def waits(what: str, elements: int = 0, *, counts: bool = False) -> Iterator[Non
     record.set(*before)
 
 
-def note_waits(kind: type, names: Mapping[str, str], *, counts: bool) -> None:
-    """Wrap methods of a class in `waits`, but only those that the class itself defines.
-
-    Args:
-        names: what each method waits for, by the method's name.
-        counts: see `waits`.
-    """
-    for name, what in names.items():
+def note_waits(kind: type, names: Iterable[str]) -> None:
+    """Note the counted collectives among a class's methods: wrap those that it defines itself in `waits`."""
+    for name in names:
         method = vars(kind).get(name)
         if method is not None and not getattr(method, "__isabstractmethod__", False):
-            setattr(kind, name, _noting(method, what, counts))
+            setattr(kind, name, _noting(method, name))
 
 
-def _noting(method: Callable[..., Any], what: str, counts: bool) -> Callable[..., Any]:
+def _noting(method: Callable[..., Any], what: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
         if _record is None:
             return method(self, *args, **options)
         elements = args[0].numel() if what == "all_reduce" and args and hasattr(args[0], "numel") else 0
-        with waits(what, elements, counts=counts):
+        with waits(what, elements, counts=True):
             return method(self, *args, **options)
 
     return call

@@ -1,7 +1,8 @@
 """What `trainer doctor` concludes from the answers of hosts: failed logins, pairs of hosts, and what differs.
 
 A check yields a level, and the cause with the remedy behind "; ". It stands in a table: `LOGIN_ERRORS`, `PAIR_CHECKS`
-or `HOST_CHECKS`; the all-reduce of all hosts is checked after these. What a host can see by itself is checked there, by `remote/host.py`.
+or `HOST_CHECKS`; the all-reduce of all hosts is checked after these. What a host can see by itself is checked there, by
+`remote/host.py`.
 """
 
 from __future__ import annotations
