@@ -27,17 +27,6 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
-def what_is_no_folder(path: Path) -> str:
-    """Return which part of a folder's path cannot be one, and why, in words; "" where nothing is in the way."""
-    with suppress(OSError):
-        part = next((part for part in (path, *path.parents) if part.is_symlink() or part.exists()), path)
-        if part.is_symlink() and not part.is_dir():
-            return f"{part} is a link to {part.readlink()}, which is no folder; make that one, or name another folder"
-        if part.exists() and not part.is_dir():
-            return f"{part} is a file, and no folder; name another folder"
-    return ""
-
-
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write beside `path` and rename, so that neither a reader nor a crash ever leaves half a file."""
     data = content if isinstance(content, bytes) else content.encode()

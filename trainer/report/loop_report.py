@@ -74,8 +74,8 @@ class LoopReport:
         """See `Run.log`.
 
         Raises:
-            ConfigError: a name is taken, a value is not a number, or, on rank 0, there is no folder, no progress and
-                no function.
+            ConfigError: a name is taken, or, on rank 0, there is no folder, no progress and no function.
+            TypeError, ValueError: a value is not a number; PyTorch or Python says so.
         """
         for name in ("step", "seconds"):
             if name in values:
@@ -87,7 +87,9 @@ class LoopReport:
                 "run.log has nowhere to write: call run.record() for a folder, run.log_to(function) for a tracker, or "
                 "go over the loader with run.progress(loader), which shows the values"
             )
-        numbers = {name: _number(name, value) for name, value in values.items()}
+        numbers = {
+            name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in values.items()
+        }
         step = int(step)
         self._shown = [f"{name} {number:.4g}" for name, number in numbers.items()]
         if self._folder is not None:
@@ -137,11 +139,3 @@ class LoopReport:
             trained, of_all = (loader.epoch - 1) * samples + done, self._epochs.stop * samples
             return name, [time_left(now - self._began, trained - self._before, of_all - trained)]
         return name, [time_left(1.0, rate, samples - done)]
-
-
-def _number(name: str, value: Tensor | float) -> float:
-    try:
-        return float(value.detach() if isinstance(value, Tensor) else value)
-    except (TypeError, ValueError, RuntimeError):
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise ConfigError(f"run.log takes numbers, and {name} is {what}") from None
