@@ -310,7 +310,6 @@ class Trainer:
             tuning=self.strategy.tuning,
             broadcast_object=self.strategy.broadcast_object,
             checkpoints=str(self._checkpoint.folder) if self._checkpoint is not None else "",
-            samples_before=before * loader.epoch_samples + taken,
         )
         self._notify("on_fit_start")
 

@@ -38,8 +38,6 @@ class FitContext:
     """Returns rank 0's value on every rank. Collective."""
     checkpoints: str = ""
     """The folder of the fit's checkpoints; empty without checkpoints."""
-    samples_before: int = 0
-    """Samples that all ranks together trained on in the interrupted fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
