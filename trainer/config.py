@@ -154,17 +154,12 @@ class RunConfig(_Checked):
     def _problems(self) -> Iterator[str]:
         if self.compression not in ("none", "fp16", "bf16") and not self.powersgd_rank:
             yield f"compression is {self.compression!r}; valid are {', '.join(_COMPRESSIONS)} (from 1)"
-        yield from self._low_communication_problems()
+        if self.precision == "fp16" and (setting := self.low_communication_setting):
+            yield f"{setting}, which does not go with precision 'fp16' and its loss scale; valid with it are fp32, bf16"
         if self.seed >= 2**63:
             yield f"seed is {self.seed}; it must be below 2^63"
         if type(self.fsdp) is not FsdpConfig:
             yield f"fsdp is {self.fsdp!r}; it takes a trainer.FsdpConfig"
-
-    def _low_communication_problems(self) -> Iterator[str]:
-        if not (setting := self.low_communication_setting):
-            return
-        if self.precision == "fp16":
-            yield f"{setting}, which does not go with precision 'fp16' and its loss scale; valid with it are fp32, bf16"
 
     @property
     def averages_weights(self) -> bool:

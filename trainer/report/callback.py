@@ -68,11 +68,6 @@ class ProgressEvent:
     seconds: float
     """Seconds since the epoch began."""
 
-    @property
-    def samples_per_s(self) -> float:
-        """Samples per second, of all ranks together."""
-        return self.done / max(self.seconds, 1e-9)
-
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRecord:
