@@ -46,7 +46,7 @@ add("--compile", action="store_true", help="run the model through torch.compile"
 add("--compression", default="none", metavar="none|fp16|bf16|powersgd:RANK", help="of gradients (default: %(default)s)")
 add("--sync-every", type=int, default=1, metavar="N", help="updates between exchanges (default: %(default)s)")
 add("--checkpoint", metavar="DIR", help="save there, and go on from there")
-add("--checkpoint-every", default="60s", metavar="30s|200|1epoch", help="(default: %(default)s)")
+add("--checkpoint-every", type=float, default=60.0, metavar="S", help="seconds (default: %(default).0f)")
 add("--output", default="auto", metavar="DIR", help="of the run's record, or none (default: in runs/)")
 add("--target-accuracy", type=float, metavar="PERCENT", help="end with code 1 below it")
 
@@ -61,8 +61,8 @@ names = "accumulate warmup_epochs decay seed device precision channels_last comp
 options = {name: getattr(args, name) for name in names.split()}
 options |= {"global_batch_size": 64} if args.batch_size is None else {"batch_size": args.batch_size}
 config = trainer.TrainerConfig(eval_batch_size=max(1000, args.batch_size or 0), **options)
-every = trainer.parse_interval(args.checkpoint_every)
-checkpoint = trainer.CheckpointConfig(folder=args.checkpoint, **every) if args.checkpoint is not None else None
+folder = args.checkpoint
+checkpoint = trainer.CheckpointConfig(folder=folder, every_s=args.checkpoint_every) if folder is not None else None
 
 run = trainer.init(full_name(args.strategy), config=config)
 train, test = load_dataset(args.dataset, args.data_dir, run.world, run.all_gather)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.checkpoint.run.checkpoints import Checkpoints
     from trainer.cluster.world import World, current_world
-    from trainer.config import CheckpointConfig, FsdpConfig, RunConfig, TrainerConfig, parse_interval
+    from trainer.config import CheckpointConfig, FsdpConfig, RunConfig, TrainerConfig
     from trainer.data.loader import InMemory, ShardedLoader
     from trainer.data.stream import StreamLoader
     from trainer.errors import ConfigError, DataError, LaunchError, TrainerError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "report.callback": ("Callback", "EpochRecord", "Evaluation", "FitContext", "ProgressEvent", "UpdateRecord"),
     "checkpoint.run.checkpoints": ("Checkpoints",),
-    "config": ("CheckpointConfig", "FsdpConfig", "RunConfig", "TrainerConfig", "parse_interval"),
+    "config": ("CheckpointConfig", "FsdpConfig", "RunConfig", "TrainerConfig"),
     "data.loader": ("InMemory", "ShardedLoader"),
     "data.stream": ("StreamLoader",),
     "errors": ("ConfigError", "DataError", "LaunchError", "TrainerError"),
@@ -69,7 +69,6 @@ __all__ = [
     "current_world",
     "init",
     "launch",
-    "parse_interval",
     "report_failures",
 ]
 

@@ -24,15 +24,15 @@ def get_parser() -> argparse.ArgumentParser:
     options.add_parser(subparsers)
     doctor.add_parser(subparsers)
     requeue.add_parser(subparsers)
-    environment.add_parser(subparsers)
+    help_text = "print what a bug report needs: versions, how they were built, GPUs; no secrets"
+    subparsers.add_parser("env", help=help_text, description=help_text, allow_abbrev=False)
     add_merge_parser(subparsers)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    parsed = get_parser().parse_args(options.with_file(words))
+    parsed = get_parser().parse_args(arguments)
     starts: dict[str, Callable[[], int]] = {
         "run": lambda: supervise(options.to_options(parsed)),
         "doctor": lambda: doctor.examine(parsed),

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
@@ -128,10 +127,10 @@ class RunConfig(_Checked):
     """Micro-batches whose gradients are added up on each rank before one all-reduce."""
     precision: Annotated[str, ("fp32", "bf16", "fp16")] = "fp32"
     """bf16 and fp16 run the forward pass under autocast. fp16 needs a GradScaler, which `Trainer` has."""
-    compression: str | None = "none"
+    compression: str = "none"
     """fp16 and bf16 halve the bytes that are sent and round the gradients; powersgd sends much less.
 
-    fp16 keeps more digits and overflows above 65,504, bf16 has the range of float32. None is the same as none.
+    fp16 keeps more digits and overflows above 65,504, bf16 has the range of float32.
     powersgd:2 approximates each matrix of gradients by a matrix of rank 2, powersgd by a matrix of rank 4. With
     `sync_every`, they approximate what a round has changed in the weights.
     """
@@ -152,25 +151,15 @@ class RunConfig(_Checked):
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     """Options of strategy "fsdp"."""
 
-    def __post_init__(self) -> None:
-        if self.compression is None:
-            object.__setattr__(self, "compression", "none")
-        super().__post_init__()
-
     def _problems(self) -> Iterator[str]:
         if self.compression not in ("none", "fp16", "bf16") and not self.powersgd_rank:
             yield f"compression is {self.compression!r}; valid are {', '.join(_COMPRESSIONS)} (from 1)"
-        yield from self._low_communication_problems()
+        if self.precision == "fp16" and (setting := self.low_communication_setting):
+            yield f"{setting}, which does not go with precision 'fp16' and its loss scale; valid with it are fp32, bf16"
         if self.seed >= 2**63:
             yield f"seed is {self.seed}; it must be below 2^63"
         if type(self.fsdp) is not FsdpConfig:
             yield f"fsdp is {self.fsdp!r}; it takes a trainer.FsdpConfig"
-
-    def _low_communication_problems(self) -> Iterator[str]:
-        if not (setting := self.low_communication_setting):
-            return
-        if self.precision == "fp16":
-            yield f"{setting}, which does not go with precision 'fp16' and its loss scale; valid with it are fp32, bf16"
 
     @property
     def averages_weights(self) -> bool:
@@ -288,29 +277,5 @@ def settings_from(kind: type[_SettingsT], call: str, others: Sequence[str] = (),
     valid: list[str] = [setting.name for setting in fields(kind)]
     for name in settings:
         if name not in valid:
-            near = get_close_matches(name, valid, n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"{call} has no setting {name!r}; {meant}valid are {', '.join((*others, *valid))}")
+            raise ConfigError(f"{call} has no setting {name!r}; valid are {', '.join((*others, *valid))}")
     return kind(**settings)
-
-
-_INTERVAL = re.compile(r"([0-9.]+) *(s|updates?|epochs?|)")
-
-
-def parse_interval(text: str) -> dict[str, Any]:
-    """Return the option of `CheckpointConfig` for an interval such as "30s", "200" (updates) or "1epoch".
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    match = _INTERVAL.fullmatch(text.strip())
-    try:
-        if match and match[2] == "s":
-            return {"every_s": float(match[1])}
-        if match:
-            return {"every_epochs" if match[2].startswith("epoch") else "every_updates": int(match[1])}
-    except ValueError:
-        pass
-    raise ConfigError(
-        f"{text!r} is no interval between checkpoints; valid are, for instance, 30s, 200 (updates), 1epoch"
-    )

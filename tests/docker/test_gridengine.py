@@ -91,7 +91,7 @@ def test_a_job_whose_host_is_lost_goes_on(gridengine: GridEngineCluster, lost: s
     # Without a checkpointing environment, Grid Engine deletes a job of which a task on another host has been killed.
     options = ["-ckpt", "restart"] if lost == "first" else []
     job = Submitted(
-        gridengine, f"lost-{lost}", *options, command=(*training(f"lost-{lost}", 3), "--checkpoint-every", "1s")
+        gridengine, f"lost-{lost}", *options, command=(*training(f"lost-{lost}", 3), "--checkpoint-every", "1")
     )
     job.wait_until_it_trains()
     first = gridengine.first_host()

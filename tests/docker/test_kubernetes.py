@@ -36,7 +36,7 @@ def pods(image: str) -> Iterator[Pods]:
 def documents(name: str, image: str, epochs: int = 2) -> list[dict[str, Any]]:
     """A job file with an image, and a command, of the test's."""
     text = (JOBS / f"{name}.yaml").read_text()
-    options = ["--dataset", "digits", "--epochs", str(epochs), "--output", "none", "--checkpoint-every", "5s"]
+    options = ["--dataset", "digits", "--epochs", str(epochs), "--output", "none", "--checkpoint-every", "5"]
     last = next(line for line in text.splitlines(keepends=True) if line.endswith("- runs/checkpoints\n"))
     added = "".join(last.replace("runs/checkpoints", json.dumps(word)) for word in options)
     return list(yaml.safe_load_all(text.replace(last, last + added).replace("trainer:cpu", image)))

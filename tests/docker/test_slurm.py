@@ -88,7 +88,7 @@ def test_the_time_limit(slurm: SlurmCluster, launcher: str) -> None:
 
 @pytest.mark.slow
 def test_a_job_whose_node_is_lost_goes_on_when_it_is_back(slurm: SlurmCluster) -> None:
-    job = Submitted(slurm, "lost", command=(*training("lost", 3), "--checkpoint-every", "1s"))
+    job = Submitted(slurm, "lost", command=(*training("lost", 3), "--checkpoint-every", "1"))
     job.wait_until_it_trains()
     slurm.compose("kill", "n2")
     try:

@@ -52,16 +52,10 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     folder_lock.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("file/x", "file is a file, and no folder; name another folder"),
-        ("gone", "gone is a link to /scratch/job, which is no folder; make that one, or name another folder"),
-    ],
-)
+@pytest.mark.parametrize(("name", "reason"), [("file/x", "Not a directory"), ("gone", "File exists")])
 def test_a_folder_that_cannot_be_made_is_one_line(name: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "gone").symlink_to("/scratch/job")
     with pytest.raises(TrainerError) as caught:
         lock_folder(tmp_path / name, "job")
-    assert f"folder {tmp_path}/{name} cannot be written: {tmp_path}/{reason}" in str(caught.value)
+    assert f"folder {tmp_path}/{name} cannot be written: {reason}" in str(caught.value)

@@ -180,7 +180,6 @@ def test_a_launcher_in_the_ranks_of_another_is_refused(environment: dict[str, st
         read_launch(environment)
     # Who reaches the store of a c10d rendezvous runs code.
     assert "c10d" not in str(error.value)
-    assert ("--nnodes 4 --node-rank N --master-addr HOST" in str(error.value)) == outer.startswith("torchrun")
     assert {launch.launcher for launch in launches(environment)} == {outer.split()[0], outer.split()[-3]}
 
 

@@ -112,14 +112,6 @@ def test_everything_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(iter(there.models.values())).calls[-1] == {"kind": "noted"}
 
 
-def test_the_loss_scale_of_an_older_checkpoint_is_that_of_the_state_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = make()[0].state() | {"scaler": {**torch.amp.GradScaler("cpu").state_dict(), "scale": 8.0}}
-    saved["kinds"] = {}
-    scaler = torch.amp.GradScaler("cpu")
-    resume(make(scaler=scaler)[0], saved, monkeypatch)
-    assert scaler.get_scale() == 8.0
-
-
 def test_what_was_prepared_and_what_cannot_be_loaded_is_refused() -> None:
     _, prepared = make()
     for held in (*prepared.models, *prepared.optimizers):

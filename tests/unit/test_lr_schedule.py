@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from torch.optim import SGD
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
@@ -90,14 +90,6 @@ def test_a_scheduler_of_the_users_steps_per_update_or_per_epoch() -> None:
         assert optimizer.param_groups[0]["lr"] == expected[1]
     with pytest.raises(ConfigError, match="lr_scheduler_per is 'step'; valid are update, epoch"):
         UsersSchedule(scheduler, "step")
-
-
-def test_a_scheduler_that_ends_before_the_training_is_told() -> None:
-    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    schedule = UsersSchedule(OneCycleLR(optimizer, max_lr=0.1, total_steps=8), "update")
-    schedule.check_steps(updates=8, epochs=2)
-    with pytest.raises(ConfigError, match=r"made for 8 steps \(total_steps\), and 12 are to be taken, one per update"):
-        schedule.check_steps(updates=12, epochs=3)
 
 
 def test_a_scheduler_that_watches_the_loss_gets_it() -> None:

@@ -24,7 +24,6 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("trainer.report.progress.time", clock)
     monkeypatch.setattr("trainer.report.display.time", clock)
     return clock
 
@@ -46,17 +45,21 @@ def epoch(number: int, validation: Evaluation | None = None) -> EpochRecord:
 def test_lines_come_at_the_interval_and_not_with_every_event(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     progress, context = Progress(every_s=10.0), context_on()
     progress.on_fit_start(context)
-    for second in range(1, 31):
-        clock.now += 1
+    for second in range(31):
         progress.on_progress(context, event(done=10 * second))
+        clock.now += 1
     lines = capsys.readouterr().out.splitlines()
-    # 100 samples take 10 s, so that the remaining 1,900 of two epochs take 190.
     assert lines == [
         RATE,
-        "epoch 1/2  100/1000  loss 0.5000  100 samples/s  3:10 left",
-        "epoch 1/2  200/1000  loss 0.5000  100 samples/s  3:00 left",
-        "epoch 1/2  300/1000  loss 0.5000  100 samples/s  2:50 left",
+        "epoch 1/2:  10% 100/1000 [00:10<01:30, 10.00 samples/s, loss 0.5000]",
+        "epoch 1/2:  20% 200/1000 [00:20<01:20, 10.00 samples/s, loss 0.5000]",
+        "epoch 1/2:  30% 300/1000 [00:30<01:10, 10.00 samples/s, loss 0.5000]",
     ]
+    # A fit that goes on has no rate of the samples before: 20 in 10 s, the first line of a pass aside.
+    progress.on_progress(context, event(epoch=2, done=700))
+    clock.now += 10
+    progress.on_progress(context, event(epoch=2, done=720))
+    assert "epoch 2/2:  72% 720/1000 [00:10<02:20,  2.00 samples/s" in capsys.readouterr().out
 
 
 def test_an_epochs_end_is_always_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,9 +28,7 @@ def test_what_every_strategy_does_a_single_rank_does(check: str) -> None:
 
 
 def test_a_setting_that_there_is_not_is_named_with_the_valid_ones() -> None:
-    with pytest.raises(
-        ConfigError, match=r"init has no setting 'precison'; did you mean precision.* valid are strategy, config, acc"
-    ):
+    with pytest.raises(ConfigError, match=r"init has no setting 'precison'; valid are strategy, config, acc"):
         init("single", precison="bf16")
     with pytest.raises(ConfigError, match="precision is 'fp8'; valid are fp32, bf16, fp16"):
         init("single", precision="fp8")
@@ -52,7 +50,7 @@ def test_a_trainer_trains_on_the_handle_of_a_script() -> None:
     assert Trainer(model, sgd(model), F.cross_entropy, **plain).config == TrainerConfig(accumulate=2)
     with pytest.raises(ConfigError, match="init takes config, or settings one by one; seed was given beside config"):
         init("single", config=config, seed=4)
-    with pytest.raises(ConfigError, match="init has no setting 'mixed_precision'; did you mean precision"):
+    with pytest.raises(ConfigError, match=r"init has no setting 'mixed_precision'; valid are .*precision"):
         init("single", mixed_precision="bf16")
     with pytest.raises(ConfigError, match=r"strategy is a TrainerConfig; settings are given as init\(config=...\)"):
         init(config)  # type: ignore[arg-type]

@@ -118,17 +118,11 @@ def _refuse_nested(candidates: list[Launch], environ: Mapping[str, str]) -> None
     for outer in others:
         if outer.size < 2 or _is_meant(outer, inner, environ):
             continue
-        how = ""
-        if inner.launcher == "torchrun":
-            how = (
-                f"If {outer.launcher} starts torchrun on every node, join them: torchrun --nnodes {outer.size} "
-                f"--node-rank N --master-addr HOST --master-port 29500, with another N from 0 to {outer.size - 1} on "
-                "each node. "
-            )
         raise ConfigError(
             f"{inner.launcher} with {inner.size} and {outer.launcher} with {outer.size} processes are nested, so that "
-            f"several models may train side by side; start the script with one of the two. {how}If they shall train "
-            f"side by side, call the script with env -u {' -u '.join(name for name in _SIZES if name in environ)}"
+            "several models may train side by side; start the script with one of the two (torchrun on several nodes "
+            "takes --nnodes, --node-rank, --master-addr and --master-port). If they shall train side by side, call the "
+            f"script with env -u {' -u '.join(name for name in _SIZES if name in environ)}"
         )
 
 

@@ -20,7 +20,6 @@ class Process:
     """The kernel's letter."""
     cpu_s: float
     """Processor time that it has taken."""
-    parent: int = 0
 
 
 def read_process(pid: int | str, thread: int | str = "") -> Process:
@@ -34,14 +33,12 @@ def read_process(pid: int | str, thread: int | str = "") -> Process:
     # The state follows the name, which is in parentheses and may hold some itself: "12 (python) S 1 …".
     fields = Path(path).read_text(errors="replace").rpartition(") ")[2].split()
     cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_S
-    return Process(fields[0], cpu_s, parent=int(fields[1]))
+    return Process(fields[0], cpu_s)
 
 
 def is_running(pid: int) -> bool:
     """Return whether a process runs."""
-    with suppress(OSError, ValueError, IndexError):
-        return read_process(pid).state not in "ZX"
-    return False
+    return look(pid).state != GONE
 
 
 def look(pid: int, thread: int = 0) -> Process:

@@ -294,11 +294,10 @@ class Trainer:
         return loss
 
     def _begin(self, epochs: int, loader: ShardedLoader) -> None:
-        """Tell the callbacks that a fit begins or goes on; raise `ConfigError` if the user's scheduler is too short."""
+        """Tell the callbacks that a fit begins, or at which update it goes on."""
         resumed = self.checkpoints.resumed if self.checkpoints is not None else None
         taken, before = resumed.positions[0]["taken"] if resumed is not None else 0, len(self._state.records)
         update, last = before * loader.updates + loader.updates_before(taken), epochs * loader.updates
-        self._learning_rate.check_steps(updates=last - update, epochs=epochs - before)
         self._context = FitContext(
             world=self.world,
             model=self.model,
@@ -311,7 +310,6 @@ class Trainer:
             tuning=self.strategy.tuning,
             broadcast_object=self.strategy.broadcast_object,
             checkpoints=str(self._checkpoint.folder) if self._checkpoint is not None else "",
-            samples_before=before * loader.epoch_samples + taken,
         )
         self._notify("on_fit_start")
 

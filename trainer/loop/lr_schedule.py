@@ -14,16 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
-
-MORE_STEPS = (
-    "one from a checkpoint keeps its length: begin a longer training in another folder, with the checkpoint's weights, "
-    "or take a LambdaLR, whose function is the script's (docs/surviving.md, Going on)"
-)
-"""Advice for a scheduler that would take more steps than it was made for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +118,6 @@ class LearningRate:
     def after_epoch(self, loss: float) -> None:
         """Do nothing; a scheduler of the user's may count epochs."""
 
-    def check_steps(self, *, updates: int, epochs: int) -> None:
-        """Do nothing: the schedule is as long as the training. A scheduler of the user's may have an end."""
-
     def state_dict(self) -> dict[str, Any]:
         """Return the script's learning rates, where they are left alone. A schedule has no state."""
         return {"left alone": self._base if self._schedule.is_constant else None}
@@ -186,19 +177,6 @@ class UsersSchedule:
             self.scheduler.step(loss)
         elif self._per == "epoch":
             self.scheduler.step()
-
-    def check_steps(self, *, updates: int, epochs: int) -> None:
-        """Check that the scheduler has a learning rate for all that is left to train.
-
-        Raises:
-            ConfigError: it ends earlier.
-        """
-        scheduler, left = self.scheduler, updates if self._per == "update" else epochs
-        if isinstance(scheduler, OneCycleLR) and (steps := scheduler.last_epoch + left) > scheduler.total_steps:
-            raise ConfigError(
-                f"OneCycleLR was made for {scheduler.total_steps} steps (total_steps), and {steps} are to be "
-                f"taken, one per {self._per}; {MORE_STEPS}"
-            )
 
     def restore(self) -> None:
         """Do nothing: the schedule goes on in the next fit."""

@@ -38,8 +38,6 @@ class FitContext:
     """Returns rank 0's value on every rank. Collective."""
     checkpoints: str = ""
     """The folder of the fit's checkpoints; empty without checkpoints."""
-    samples_before: int = 0
-    """Samples that all ranks together trained on in the interrupted fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +67,6 @@ class ProgressEvent:
     """Mean loss since the epoch began, over this rank's samples."""
     seconds: float
     """Seconds since the epoch began."""
-
-    @property
-    def samples_per_s(self) -> float:
-        """Samples per second, of all ranks together."""
-        return self.done / max(self.seconds, 1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from trainer.cluster.world import World
 from trainer.data.base import Loader
 from trainer.errors import ConfigError
-from trainer.report.display import Display, time_left
+from trainer.report.display import Display
 from trainer.report.run_record import RunFolder, describe_optimizer, describe_run
 
 Settings = Mapping[str, Any] | Namespace
@@ -25,7 +24,6 @@ Settings = Mapping[str, Any] | Namespace
 LogFunction = Callable[[dict[str, float], int], object]
 """A function that takes values by name, and their step."""
 
-_INTERVAL_S = 0.2
 _LINE_EVERY_S = 10.0
 
 
@@ -47,7 +45,6 @@ class LoopReport:
         """Whether the script has named the record's folder, so that a later start would have to go on in it."""
         self._functions: list[LogFunction] = []
         self._display: Display | None = None
-        self._began, self._before = 0.0, 0
         self._shown: list[str] = []
 
     def open(
@@ -74,8 +71,8 @@ class LoopReport:
         """See `Run.log`.
 
         Raises:
-            ConfigError: a name is taken, a value is not a number, or, on rank 0, there is no folder, no progress and
-                no function.
+            ConfigError: a name is taken, or, on rank 0, there is no folder, no progress and no function.
+            TypeError, ValueError: a value is not a number; PyTorch or Python says so.
         """
         for name in ("step", "seconds"):
             if name in values:
@@ -87,7 +84,9 @@ class LoopReport:
                 "run.log has nowhere to write: call run.record() for a folder, run.log_to(function) for a tracker, or "
                 "go over the loader with run.progress(loader), which shows the values"
             )
-        numbers = {name: _number(name, value) for name, value in values.items()}
+        numbers = {
+            name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in values.items()
+        }
         step = int(step)
         self._shown = [f"{name} {number:.4g}" for name, number in numbers.items()]
         if self._folder is not None:
@@ -96,8 +95,8 @@ class LoopReport:
             function(numbers, step)
 
     def begin(self, epochs: range) -> None:
-        """Note which epochs the loop is about to run, for the time left."""
-        self._epochs, self._began = epochs, 0.0
+        """Note which epochs the loop is about to run."""
+        self._epochs = epochs
 
     def watch(self, loader: Loader) -> Iterator[Any]:
         """See `Run.progress`."""
@@ -107,41 +106,14 @@ class LoopReport:
         return self._watch(loader, self._display)
 
     def _watch(self, loader: Loader, display: Display) -> Iterator[Any]:
-        started = time.monotonic()
-        samples, before = loader.epoch_samples, loader.start
-        if loader.training and not self._began:
-            self._began, self._before = started, loader.epoch * (samples or 0) + before
-        next_show = started + _INTERVAL_S
+        samples, done = loader.epoch_samples, loader.start
         try:
             for number, batch in enumerate(loader, 1):
+                name = f"epoch {loader.epoch}" if loader.training else "evaluation"
+                name += f"/{self._epochs.stop}" * (loader.training and loader.epoch - 1 in self._epochs)
+                display.show(name, done, samples, self._shown, loader.unit)
                 yield batch
-                now = time.monotonic()
-                if now >= next_show:
-                    next_show = now + _INTERVAL_S
-                    done = loader.taken if loader.training else loader.samples_after(number)
-                    done = min(done, samples or sys.maxsize)
-                    rate = (done - before) / (now - started)
-                    name, left = self._describe(loader, done, rate, now)
-                    display.show(name, done, samples, [*self._shown, f"{rate:,.0f} {loader.unit}/s", *left])
+                done = loader.taken if loader.training else loader.samples_after(number)
+                done = min(done, samples or sys.maxsize)
         finally:  # also where the loop was left early
             display.clear()
-
-    def _describe(self, loader: Loader, done: int, rate: float, now: float) -> tuple[str, list[str]]:
-        """Return a name for this pass over a loader, and the time left in words: of all epochs if they are counted."""
-        samples, is_counted = loader.epoch_samples, loader.training and loader.epoch - 1 in self._epochs
-        name = f"epoch {loader.epoch}" if loader.training else "evaluation"
-        name += f"/{self._epochs.stop}" * is_counted
-        if samples is None:
-            return name, []
-        if is_counted:  # with what happens between them, such as an evaluation
-            trained, of_all = (loader.epoch - 1) * samples + done, self._epochs.stop * samples
-            return name, [time_left(now - self._began, trained - self._before, of_all - trained)]
-        return name, [time_left(1.0, rate, samples - done)]
-
-
-def _number(name: str, value: Tensor | float) -> float:
-    try:
-        return float(value.detach() if isinstance(value, Tensor) else value)
-    except (TypeError, ValueError, RuntimeError):
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise ConfigError(f"run.log takes numbers, and {name} is {what}") from None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 from trainer.cluster.output import print_line
 from trainer.report.callback import Callback, EpochRecord, FitContext, ProgressEvent
-from trainer.report.display import Display, time_left
+from trainer.report.display import Display
 
 
 class Progress(Callback):
-    """Show on rank 0 the epoch, the loss, samples/s over all ranks, and the time left.
+    """Show on rank 0 the epoch, the loss, samples/s over all ranks, and the time that is left of the epoch.
 
     Args:
         every_s: seconds between two lines where there is no terminal. An epoch's end is always reported.
@@ -18,22 +16,17 @@ class Progress(Callback):
 
     def __init__(self, every_s: float = 10.0) -> None:
         self._every_s = every_s
-        self._started, self._before = 0.0, 0
         self._display: Display | None = None
 
     def on_fit_start(self, context: FitContext) -> None:
-        self._started, self._before = time.monotonic(), context.samples_before
         if context.world.is_root:
             print_line(context.learning_rate)
             self._display = Display(self._every_s)
 
     def on_progress(self, context: FitContext, event: ProgressEvent) -> None:
         if self._display is not None:
-            done = (event.epoch - 1) * event.samples + event.done
-            since = max(done - self._before, 1)
-            left = time_left(time.monotonic() - self._started, since, event.epochs * event.samples - done)
-            details = (f"loss {event.loss:.4f}", f"{event.samples_per_s:,.0f} samples/s", left)
-            self._display.show(f"epoch {event.epoch}/{event.epochs}", event.done, event.samples, details)
+            head, details = f"epoch {event.epoch}/{event.epochs}", [f"loss {event.loss:.4f}"]
+            self._display.show(head, event.done, event.samples, details)
 
     def on_epoch_end(self, context: FitContext, record: EpochRecord) -> None:
         if self._display is not None:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from trainer.cluster.output import print_line
 from trainer.cluster.world import World
 from trainer.errors import TrainerError
-from trainer.files import what_is_no_folder, write_atomically
+from trainer.files import write_atomically
 from trainer.report.callback import Callback, EpochRecord, FitContext, UpdateRecord
 from trainer.untrusted import open_own, parse_json, read_file
 from trainer.watch.heartbeat import note
@@ -72,8 +72,7 @@ class RunFolder:
             else:
                 raise TrainerError(f"output folder {path} already holds a run; name another one, or remove it")
         except OSError as error:
-            reason = what_is_no_folder(path) or error.strerror or error
-            raise TrainerError(f"output folder {path} cannot be written: {reason}") from None
+            raise TrainerError(f"output folder {path} cannot be written: {error.strerror or error}") from None
         note(folder=str(path))
 
     def append(self, name: str, entry: Mapping[str, Any]) -> None:

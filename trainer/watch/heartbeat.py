@@ -32,8 +32,6 @@ from trainer.watch.job_folder import SIGTERM, is_ours, job_folder
 
 PREEMPTED, DONE = "preempted", "done"
 """Phases of a rank that has ended its work, and is to be started again, or is not."""
-SAVING = "saving"
-"""The phase of a rank that saves a checkpoint."""
 TRAINING = {"", "joining", "joined", "training"}
 """Phases of a rank that trains. A loop without a loader of ours stays at "joined" until its first step."""
 MISTAKE, LOST_PEER = "mistake", "lost peer"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import TrainerError
-from trainer.files import what_is_no_folder
 from trainer.untrusted import lock_own, parse_json, read_file
 
 _NAME = ".lock"
@@ -46,7 +45,7 @@ def lock_folder(folder: Path, job: str) -> io.FileIO | None:
             if (lock := lock_own(path, text)) is not None:
                 return lock
         except OSError as error:
-            reason = what_is_no_folder(folder) or error.strerror or error
+            reason = error.strerror or error
             raise TrainerError(f"the checkpoints' folder {folder} cannot be written: {reason}") from None
         if time.monotonic() > deadline:
             who = f"process {holder.get('process', '?')} on host {holder.get('host', '?')}"

@@ -108,8 +108,6 @@ class Contents:
             TrainerError: it cannot be loaded.
         """
         saved = read_state(checkpoint.path, is_mapped=strategy.shards)
-        if saved.get("scaler") is not None:  # the scale under fp16, which earlier versions kept apart
-            saved["objects"].setdefault("scaler", saved["scaler"])
         here = self._state()
         if problems := _differences(here, saved):
             raise ConfigError(
