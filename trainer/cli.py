@@ -32,7 +32,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
-    parsed = get_parser().parse_args(arguments)
+    parsed = get_parser().parse_args(options.with_file(sys.argv[1:] if arguments is None else arguments))
     starts: dict[str, Callable[[], int]] = {
         "run": lambda: supervise(options.to_options(parsed)),
         "doctor": lambda: doctor.examine(parsed),

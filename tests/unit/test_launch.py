@@ -65,6 +65,12 @@ def takes_two(first: int, second: int) -> int:
         ({"np": 3, "hosts": "a:1,b:1"}, "np is 3, and hosts a:1,b:1 has 2 slots"),
         ({"launcher": "mpirun"}, "launcher is 'mpirun'; valid are horovodrun, mpi, gloo, torchrun"),
         ({"timeout_s": -1.0}, "timeout_s is -1.0; valid is a number of at least 0"),
+        # Of the function's arguments.
+        (
+            {"num_processes": 2},
+            "takes_two(): got an unexpected keyword argument 'num_processes'; trainer.launch itself takes np, hosts, "
+            "launcher, max_restarts, min_np, timeout_s",
+        ),
     ],
 )
 def test_an_argument_that_is_not_valid_is_named(options: dict[str, Any], said: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from trainer.cli import get_parser, main
 from trainer.errors import ConfigError
 from trainer.ops.supervise.hosts import Host, parse_hosts
-from trainer.ops.supervise.options import Options, to_options
+from trainer.ops.supervise.options import Options, to_options, with_file
 
 
 def parse(*arguments: str) -> Options:
@@ -60,6 +62,16 @@ def test_what_is_not_valid_is_named_in_one_line(words: str, message: str, capsys
     assert code == 2
     assert printed.startswith(f"trainer run: {message}")
     assert printed.count("\n") == 1
+
+
+def test_a_file_of_options_is_split_as_by_a_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "options.txt"
+    file.write_text("-H a:2,b:2 --gloo  # two hosts\n--name 'my job'\n")
+    words = with_file(["run", f"@{file}", "-np", "2", "python", "train.py", f"@{file}"])
+    assert words == ["run", "-H", "a:2,b:2", "--gloo", "--name", "my job", "-np", "2", "python", "train.py", f"@{file}"]
+    with pytest.raises(SystemExit, match="2"):
+        with_file(["run", "@nowhere", "python"])
+    assert capsys.readouterr().err == "trainer run: @nowhere: No such file or directory\n"
 
 
 def test_hosts_are_read_as_horovodrun_reads_them() -> None:

@@ -71,8 +71,8 @@ class LoopReport:
         """See `Run.log`.
 
         Raises:
-            ConfigError: a name is taken, or, on rank 0, there is no folder, no progress and no function.
-            TypeError, ValueError: a value is not a number; PyTorch or Python says so.
+            ConfigError: a name is taken, a value is not a number, or, on rank 0, there is no folder, no progress and
+                no function.
         """
         for name in ("step", "seconds"):
             if name in values:
@@ -84,9 +84,7 @@ class LoopReport:
                 "run.log has nowhere to write: call run.record() for a folder, run.log_to(function) for a tracker, or "
                 "go over the loader with run.progress(loader), which shows the values"
             )
-        numbers = {
-            name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in values.items()
-        }
+        numbers = {name: _number(name, value) for name, value in values.items()}
         step = int(step)
         self._shown = [f"{name} {number:.4g}" for name, number in numbers.items()]
         if self._folder is not None:
@@ -117,3 +115,11 @@ class LoopReport:
                 done = min(done, samples or sys.maxsize)
         finally:  # also where the loop was left early
             display.clear()
+
+
+def _number(name: str, value: Tensor | float) -> float:
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ConfigError(f"run.log takes numbers, and {name} is {what}") from None

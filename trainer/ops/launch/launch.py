@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import linecache
 import os
@@ -77,6 +78,7 @@ def launch(
     _refuse_within_rank()
     given = {"np": np, "hosts": hosts, "min_np": min_np, "max_restarts": max_restarts, "timeout_s": timeout_s}
     checked = check({**given, "launcher": launcher})
+    _check_call(function, args, kwargs)
     call = _dump_call(function, args, kwargs)
     job = uuid.uuid4().hex
     keepers = Keepers(checked["hosts"], job)
@@ -122,6 +124,21 @@ def _refuse_within_rank() -> None:
     if within:
         text = f"trainer.launch is called within {within[0]}, and starts ranks itself"
         raise ConfigError(f"{text}; call it outside of a launcher's job")
+
+
+def _check_call(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    """Check that the function takes these arguments, before ranks are started that would find out.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except ValueError:  # some built-in functions have no signature
+        return
+    except TypeError as error:
+        taken = ", ".join(launch.__kwdefaults__ or ())
+        raise ConfigError(f"{_name_of(function)}(): {error}; trainer.launch itself takes {taken}") from None
 
 
 def _name_of(function: Callable[..., object]) -> str:

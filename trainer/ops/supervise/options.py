@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +24,7 @@ _EPILOG = """\
 examples:
   trainer run -np 2 python train.py
   trainer run -np 4 -H a:2,b:2 --min-np 2 python train.py --epochs 90
-  trainer run $(cat options.txt) python train.py     # with the options that are in a file
+  trainer run @options.txt python train.py     # with the options that are in a file
 
 exit codes: 0 done, 75 preempted and saved, 78 a user's mistake, 1 given up, 2 these options are not valid
 """
@@ -116,7 +118,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        usage="trainer run -np N [-H HOST:SLOTS,…] [options] COMMAND …",
+        usage="trainer run [@FILE] -np N [-H HOST:SLOTS,…] [options] COMMAND …",
     )
     for name, (option, kind, metavar, text) in _OPTIONS.items():
         default = getattr(Options, name, None)
@@ -128,6 +130,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             text = f"start with {' '.join((row.name, *row.starts[name]))}"
             launchers.add_argument(f"--{name}", dest="launcher", action="store_const", const=name, help=text)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def with_file(arguments: Sequence[str]) -> list[str]:
+    """Return a command line in which the words of a file, split as by a shell, are in place of `run @FILE`'s @FILE.
+
+    argparse's `fromfile_prefix_chars` would also replace words of the command that the ranks run.
+
+    Raises:
+        SystemExit: the file cannot be read.
+    """
+    if arguments[:1] != ["run"] or not arguments[1:2] or not arguments[1].startswith("@"):
+        return list(arguments)
+    try:
+        return ["run", *shlex.split(Path(arguments[1][1:]).read_text(), comments=True), *arguments[2:]]
+    except (OSError, ValueError) as error:
+        print(f"trainer run: {arguments[1]}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
