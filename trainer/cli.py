@@ -20,12 +20,12 @@ def get_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line. `shtab trainer.cli.get_parser` makes a shell's completion of it."""
     parser = options.make_parser("trainer")
     parser.add_argument("--version", action="version", version=f"trainer {metadata.version('horovod-trainer')}")
-    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
-    options.add_parser(subparsers)
-    doctor.add_parser(subparsers)
-    requeue.add_parser(subparsers)
-    environment.add_parser(subparsers)
-    add_merge_parser(subparsers)
+    new = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND").add_parser
+    options.add_parser(new)
+    doctor.add_parser(new)
+    requeue.add_parser(new)
+    environment.add_parser(new)
+    add_merge_parser(new)
     return parser
 
 

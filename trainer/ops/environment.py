@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 
 from trainer.cluster.environment import launches
@@ -21,10 +22,10 @@ _REPORTS = (
 """In processes of their own, because either library may fail to start, and then says why."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(new: Callable[..., argparse.ArgumentParser]) -> None:
     """Add `env` to the subcommands."""
     description = "Print what a bug report needs: versions, how they were built, GPUs, launcher. No secrets."
-    subparsers.add_parser("env", help="print what a bug report needs", description=description, allow_abbrev=False)
+    new("env", help="print what a bug report needs", description=description, allow_abbrev=False)
 
 
 def print_environment() -> int:
