@@ -200,8 +200,8 @@ class GradientSynchronizer(Synchronizer):
 
     def _move_hooks_last(self) -> None:
         """Move our hooks behind the user's, however late those were registered: what theirs change is sent as well."""
-        for hook, parameter in zip(self._hooks, self.parameters, strict=True):
-            registered = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        for hook in self._hooks:
+            registered = hook.hooks_dict_ref()
             if registered and hook.id in registered and next(reversed(registered)) != hook.id:
                 registered[hook.id] = registered.pop(hook.id)
 
