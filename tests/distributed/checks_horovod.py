@@ -112,3 +112,22 @@ def check_a_table_of_which_a_rank_uses_no_row_or_every_row(strategy: Strategy) -
     expected = torch.full((10, 4), 1 / size)
     expected[1] += 1
     assert torch.allclose(gradient.to_dense().cpu(), expected)
+
+
+def check_complex_and_bfloat16_gradients_keep_their_types(strategy: Strategy) -> None:
+    """They are sent in others, and a rank without a gradient sends one in the same."""
+    size, rank = strategy.world.size, strategy.world.rank
+    for compression in (None, "fp16", "bf16"):
+        run = init(strategy, compression=compression)
+        waves, halves = (nn.Parameter(torch.ones(3, dtype=kind)) for kind in (torch.complex64, torch.bfloat16))
+        run.prepare(nn.ParameterList([waves, halves]))
+        for users in (size, 1):  # all ranks, then the first alone
+            of_waves = (2 * waves.real + 3 * waves.imag).sum() * (1 if rank < users else 0)
+            run.backward(of_waves + halves.float().sum() if rank < users else of_waves)
+            assert waves.grad is not None
+            assert halves.grad is not None
+            assert (waves.grad.dtype, halves.grad.dtype) == (torch.complex64, torch.bfloat16)
+            share = users / size
+            assert torch.allclose(waves.grad.cpu(), torch.full((3,), complex(2 * share, 3 * share)), rtol=1e-2)
+            assert torch.allclose(halves.grad.float().cpu(), torch.full((3,), share), rtol=1e-2)
+            waves.grad = halves.grad = None
