@@ -234,3 +234,18 @@ def assign_means(
             parameter.grad = mean.to(parameter.dtype).to_sparse(gradient.sparse_dim())
         elif gradient is not mean:
             gradient.detach().copy_(mean)
+
+
+def is_shared(gradient: Tensor) -> bool:
+    """Return whether something else holds the gradient's memory: the running pass, which may still read it there.
+
+    Of `h + position.unsqueeze(0)`, autograd gives `position` a view of the gradient of h.
+    """
+    return _holders(gradient) > _HOLDERS_OF_ONE
+
+
+def _holders(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_HOLDERS_OF_ONE = _holders(torch.zeros(1))

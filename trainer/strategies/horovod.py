@@ -19,7 +19,7 @@ from trainer.errors import ConfigError
 from trainer.strategies.base import Strategy
 from trainer.strategies.buckets import gradient_groups
 from trainer.strategies.compress.whole_gradients import WIRE_TYPES, as_real
-from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, Synchronizer, assign_means
+from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, Synchronizer, assign_means, is_shared
 from trainer.tuning import tune
 from trainer.watch.heartbeat import BATCH_NORM, waits
 from trainer.watch.spans import WAIT, span
@@ -99,10 +99,8 @@ class HorovodSynchronizer(GradientSynchronizer):
     """Horovod's DistributedOptimizer, used for the gradients alone.
 
     The user's optimizer keeps its class, its state and its schedulers, and takes the steps; Horovod would make another
-    optimizer of it. Horovod's is made over placeholder parameters of the type that is sent, which get a copy of each
-    gradient when it is complete: so it keeps no parameter, sends after all of the user's hooks, and writes to no memory
-    that the running pass may still read. (Of `h + position.unsqueeze(0)`, autograd gives `position` a view of the
-    gradient of h.)
+    optimizer of it. Horovod's is made over placeholder parameters of the type that is sent, which get each parameter's
+    gradient when it is complete: so it keeps no parameter, and sends after all of the user's hooks.
 
     Args:
         wire_type: type that is sent instead of the gradients' type; without one, bfloat16 is sent as float32. Complex
@@ -150,9 +148,10 @@ class HorovodSynchronizer(GradientSynchronizer):
             # from those whose gradient is zero, without a separate message.
             placeholder.grad = torch.full_like(placeholder, -0.0)
         else:
-            numbers = as_real(gradient.detach().to_dense())
+            own = gradient.to_dense()
+            own = own.detach().clone() if own.requires_grad or is_shared(own) else own
             # Contiguous as on ranks without a gradient, and because Horovod takes nothing else.
-            placeholder.grad = numbers.to(placeholder.dtype, copy=True, memory_format=torch.contiguous_format)
+            placeholder.grad = as_real(own).to(placeholder.dtype).contiguous()
         self._send[index]()
 
     def _complete(self) -> None:
