@@ -20,13 +20,13 @@ def get_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line. `shtab trainer.cli.get_parser` makes a shell's completion of it."""
     parser = options.make_parser("trainer")
     parser.add_argument("--version", action="version", version=f"trainer {metadata.version('horovod-trainer')}")
-    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
-    options.add_parser(subparsers)
-    doctor.add_parser(subparsers)
-    requeue.add_parser(subparsers)
+    new = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND").add_parser
+    options.add_parser(new)
+    doctor.add_parser(new)
+    requeue.add_parser(new)
     help_text = "print what a bug report needs: versions, how they were built, GPUs; no secrets"
-    subparsers.add_parser("env", help=help_text, description=help_text, allow_abbrev=False)
-    add_merge_parser(subparsers)
+    new("env", help=help_text, description=help_text, allow_abbrev=False)
+    add_merge_parser(new)
     return parser
 
 

@@ -21,7 +21,7 @@ from trainer.strategies.base import Strategy
 from trainer.strategies.buckets import BucketSynchronizer
 from trainer.strategies.compress.power_sgd import PowerSGDSynchronizer
 from trainer.strategies.compress.whole_gradients import WholeSynchronizer
-from trainer.strategies.gradients import GradientSynchronizer
+from trainer.strategies.gradients import GradientSynchronizer, is_shared
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
@@ -212,3 +212,12 @@ def test_a_pass_that_has_failed_sends_what_other_ranks_wait_for_and_leaves_nothi
         backward((held[0], 8.0), (held[1], 6.0))
     assert sent == [[1.0] * 5, [0.0] * 4, [3.0] * 5, [4.0] * 4]
     assert [values(parameter) for parameter in held] == [[4.0] * 4, [3.0] * 5]
+
+
+def test_a_gradient_shares_memory_where_autograd_gives_a_view_of_another() -> None:
+    layer, position = nn.Linear(2, 3), nn.Parameter(torch.zeros(4, 3))
+    seen: dict[Tensor, bool] = {}
+    for parameter in (*layer.parameters(), position):
+        parameter.register_post_accumulate_grad_hook(lambda one: seen.update({one: is_shared(one.grad)}))
+    (layer(torch.ones(1, 4, 2)) + position.unsqueeze(0)).square().sum().backward()
+    assert seen == {layer.weight: False, layer.bias: False, position: True}

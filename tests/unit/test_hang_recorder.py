@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from trainer.watch import heartbeat
 from trainer.watch import recorder as recorder_module
@@ -95,7 +96,7 @@ def test_the_recorder_is_read_over_nccl_only_unless_it_is_said(monkeypatch: pyte
     assert find_recorder(is_over_nccl=False, environ={}) is None
     assert find_recorder(is_over_nccl=False, environ={"TRAINER_FLIGHT_RECORDER": "1"}) is c10d._dump_fr_trace_json
     assert find_recorder(is_over_nccl=True, environ={"TRAINER_FLIGHT_RECORDER": "0"}) is None
-    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", c10d._dump_fr_trace_json, raising=False)
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", c10d._dump_fr_trace_json, raising=dist.is_nccl_available())
     assert find_recorder(is_over_nccl=True, environ={}) is c10d._dump_nccl_trace_json
     monkeypatch.delattr(c10d, "_dump_nccl_trace_json")
     assert find_recorder(is_over_nccl=True, environ={}) is None

@@ -49,6 +49,7 @@ def test_hosts_and_the_least_number_of_ranks_follow_from_np() -> None:
         ),
         ("-np 2 python -um torch.distributed.run a.py", "the command begins with torch.distributed.run"),
         ("-np 2 --frobnicate x", "no such option: --frobnicate; see trainer run --help"),
+        ("-np 2 --name=-- x", "argument --name: '--' is no value; see trainer run --help"),
         ("-np two x", "argument -np: invalid int value: 'two'"),
         ("-np 2 --mpi --gloo x", "argument --gloo: not allowed with argument --mpi"),
     ],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.ranks_as_threads import Threads
-from trainer.errors import TrainerError
+from trainer.errors import ConfigError, TrainerError
 from trainer.models.global_batch import GlobalBatch
 from trainer.models.sync_batch_norm import GlobalBatchNorm, convert_sync_batch_norm
 from trainer.strategies.base import Strategy
@@ -161,3 +161,32 @@ def test_a_model_can_be_copied_averaged_and_saved() -> None:
     assert_equal(loaded.eval()(inputs), model.eval()(inputs))
     with pytest.raises(TrainerError, match="build the model anew, load its state_dict"):
         loaded.train()(inputs)
+
+
+def test_a_layer_in_several_places_is_one_layer_in_all_of_them_with_the_same_tensors() -> None:
+    layer, root = nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3)
+    inner = nn.ModuleDict({"first": layer, "again": layer})
+    model = nn.Sequential(layer, inner, inner, nn.Linear(3, 3))
+    parameters, keys = list(model.parameters()), list(model.state_dict())
+    assert convert_sync_batch_norm(model, GlobalBatch(alone)) is model
+    assert isinstance(model[0], GlobalBatchNorm)
+    assert model[0] is inner["first"] is inner["again"]
+    assert model[1] is model[2] is inner
+    assert not model[0].training
+    assert model[0].running_mean is layer.running_mean
+    assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
+    assert list(model.state_dict()) == keys
+    converted = convert_sync_batch_norm(root, GlobalBatch(alone))
+    assert isinstance(converted, GlobalBatchNorm)
+    assert converted.weight is root.weight
+    assert convert_sync_batch_norm(converted, GlobalBatch(alone)) is converted
+
+
+class BatchNormWithMore(nn.BatchNorm1d):
+    """A layer of the user's."""
+
+
+def test_a_subclass_is_refused_also_as_the_whole_model() -> None:
+    for model in (BatchNormWithMore(3), nn.Sequential(BatchNormWithMore(3))):
+        with pytest.raises(ConfigError, match="sync_batch_norm cannot replace BatchNormWithMore"):
+            convert_sync_batch_norm(model, GlobalBatch(alone))

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from trainer.errors import ConfigError
 
@@ -50,7 +51,7 @@ def nccl_version() -> tuple[int, ...] | None:
     try:
         library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD)
     except OSError:  # it is a part of PyTorch's own library
-        return torch.cuda.nccl.version() if hasattr(torch._C, "_nccl_version") else None
+        return torch.cuda.nccl.version() if dist.is_nccl_available() else None
     library.ncclGetVersion(ctypes.byref(code))
     return version_of(code.value)
 

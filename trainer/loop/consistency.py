@@ -12,7 +12,6 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -157,14 +156,16 @@ _DIFFERING_BUFFER = (
 )
 
 
+_RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers of BatchNorm and InstanceNorm."""
+
+
 def _buffers_to_compare(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield the models' buffers except running statistics."""
     for model in models:
-        for prefix, module in model.named_modules():
-            if not isinstance(module, _NormBase):
-                for name, buffer in module.named_buffers(prefix, recurse=False):
-                    if buffer.numel() and not is_lazy(buffer):
-                        yield name, buffer
+        for name, buffer in model.named_buffers():
+            if name.rpartition(".")[2] not in _RUNNING_STATISTICS and buffer.numel() and not is_lazy(buffer):
+                yield name, buffer
 
 
 _AT_LEAST_EVERY = 1024

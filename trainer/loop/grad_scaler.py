@@ -6,7 +6,7 @@ the same mean gradients, so their scalers skip the same steps and keep the same 
 
 from __future__ import annotations
 
-import sys
+import inspect
 
 from torch.amp import GradScaler
 
@@ -21,7 +21,7 @@ def check_step_is_scaled() -> None:
     Raises:
         TrainerError: no enabled scaler has called it.
     """
-    frame = sys._getframe().f_back
+    frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "step":
             caller = frame.f_locals.get("self")

@@ -83,9 +83,16 @@ def local_part(value: Tensor) -> Part | None:
 
 
 def _local_box(sharded: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offset and the shape of this rank's part, by the method that PyTorch's distributed checkpoints use."""
-    (chunk,) = sharded.__create_chunk_list__()
-    return tuple(chunk.offsets), tuple(chunk.sizes)
+    """Return the offset and the shape of this rank's part: each dimension of the mesh cuts as torch.chunk does."""
+    offset, shape = [0] * sharded.dim(), [*sharded.shape]
+    mesh = sharded.device_mesh
+    for placement, ranks, rank in zip(sharded.placements, mesh.shape, mesh.get_coordinate(), strict=True):
+        if not placement.is_replicate():
+            length = -(-shape[placement.dim] // ranks)
+            begin = min(rank * length, shape[placement.dim])
+            offset[placement.dim] += begin
+            shape[placement.dim] = min(length, shape[placement.dim] - begin)
+    return tuple(offset), tuple(shape)
 
 
 def take_part(state: Any) -> None:

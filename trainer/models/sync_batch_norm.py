@@ -69,19 +69,18 @@ def convert_sync_batch_norm(model: nn.Module, batch: GlobalBatch) -> nn.Module:
         ConfigError: a layer is a subclass of BatchNorm, which may do more than BatchNorm.
     """
     converted: dict[nn.Module, GlobalBatchNorm] = {}
-    for parent in list(model.modules()):
-        # Not named_children, which lists a layer that is used twice only once.
-        for name, child in parent._modules.items():
-            if isinstance(child, _BatchNorm) and not isinstance(child, GlobalBatchNorm):
-                if type(child) not in _PLAIN:
-                    raise ConfigError(
-                        f"sync_batch_norm cannot replace {type(child).__name__}, which may do more than "
-                        f"BatchNorm; valid are {', '.join(kind.__name__ for kind in _PLAIN)}"
-                    )
-                parent._modules[name] = converted.setdefault(child, _convert(child, batch))
-    if isinstance(model, _BatchNorm) and not isinstance(model, GlobalBatchNorm):
-        return _convert(model, batch)
-    return model
+    for path, child in [*model.named_modules(remove_duplicate=False)]:  # with every place of a layer that is used twice
+        if isinstance(child, _BatchNorm) and not isinstance(child, GlobalBatchNorm):
+            if type(child) not in _PLAIN:
+                raise ConfigError(
+                    f"sync_batch_norm cannot replace {type(child).__name__}, which may do more than BatchNorm; valid "
+                    f"are {', '.join(kind.__name__ for kind in _PLAIN)}"
+                )
+            layer = converted.setdefault(child, _convert(child, batch))
+            if path:
+                parent, _, name = path.rpartition(".")
+                setattr(model.get_submodule(parent), name, layer)
+    return converted.get(model, model)
 
 
 def _convert(layer: _BatchNorm, batch: GlobalBatch) -> GlobalBatchNorm:
@@ -89,7 +88,8 @@ def _convert(layer: _BatchNorm, batch: GlobalBatch) -> GlobalBatchNorm:
         layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats
     )
     # The very same tensors, so that an optimizer that was made before still trains them.
-    global_layer._parameters, global_layer._buffers = layer._parameters, layer._buffers
+    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+        setattr(global_layer, name, getattr(layer, name))
     global_layer.training = layer.training
     global_layer.batch = batch
     return global_layer

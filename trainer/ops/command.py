@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainer.cluster.launchers import PROGRAMS
 
@@ -15,15 +13,6 @@ _PYTHON = re.compile(r"python[\d.]*")
 _ENDS_OPTIONS = re.compile(r"-[^-WXmc]*([mc])(.*)")
 """Python's option with a module or a program, perhaps behind other letters, and with its value behind it."""
 _STARTERS = {*PROGRAMS, "accelerate", "deepspeed", "trainer"}
-
-
-class OptionsParser(argparse.ArgumentParser):
-    """A parser of the options in front of a command."""
-
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        if action.option_strings and arg_strings == ["--"]:  # of `--name=--` older Pythons make an empty list
-            self.error(f"argument {'/'.join(action.option_strings)}: '--' is no value")
-        return super()._get_values(action, arg_strings)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from trainer.cluster.exit_codes import MISTAKE, PREEMPTED
@@ -26,9 +27,9 @@ exit codes: {PREEMPTED} back into the queue; any other one is the job's
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(new: Callable[..., argparse.ArgumentParser]) -> None:
     """Add `requeue` to the subcommands."""
-    parser = subparsers.add_parser(
+    parser = new(
         "requeue",
         help="decide in a job file whether the job goes back into the queue",
         description="Decide whether a job whose ranks have ended goes back into its scheduler's queue.",

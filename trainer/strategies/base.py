@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from trainer.cluster.process_group import join_group
 from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.data.base import Loader
+from trainer.data.batches import move
 from trainer.errors import ConfigError
 from trainer.strategies.buckets import BucketSynchronizer
 from trainer.strategies.collectives import Collectives
@@ -137,7 +138,7 @@ def broadcast_optimizer_state(strategy: Strategy, optimizer: Optimizer) -> None:
     have a state to send, which lets weight decay shrink the weights and counts as Adam's first step.
     """
     here = optimizer.state_dict()
-    state = strategy.broadcast_object(tree_map_only(Tensor, Tensor.cpu, here["state"]))
+    state = strategy.broadcast_object(move(here["state"], torch.device("cpu")))
     if strategy.world.is_root:
         return
     if state:  # each rank keeps its groups: they were compared, and may hold what cannot be sent

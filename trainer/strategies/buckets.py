@@ -107,6 +107,16 @@ def divide(parameters: Sequence[Tensor]) -> list[list[int]]:
     return [part for parts in by_type.values() for part in parts]
 
 
+def gradient_groups(parameters: Sequence[Tensor], *, over_nccl: bool) -> list[list[int]] | None:
+    """Return the indices of parameters whose gradients Horovod sends together; None: in each cycle what is ready.
+
+    Ranks on CPUs send buckets: to send each gradient once it is ready, all ranks negotiate again and again, in threads
+    that take cores from the backward pass. Measured on CPUs only; between GPUs a large model keeps Horovod's default.
+    """
+    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return None if over_nccl and size > BUCKET_BYTES else divide(parameters)
+
+
 class BucketSynchronizer(GradientSynchronizer):
     """Collects gradients in buckets as they become ready, and replaces them by their mean over all ranks.
 

@@ -146,8 +146,8 @@ class GradientSynchronizer(Synchronizer):
         self._reached.clear()
         self._is_local, self._is_in_pass = is_local, True
         # Our hooks come behind the user's, however late those were registered: what theirs change is sent as well.
-        for hook, held in zip(self._hooks, self._parameters, strict=True):
-            registered = getattr(held(), "_post_accumulate_grad_hooks", None)
+        for hook in self._hooks:
+            registered = hook.hooks_dict_ref()
             if registered and hook.id in registered and next(reversed(registered)) != hook.id:
                 registered[hook.id] = registered.pop(hook.id)
 
@@ -217,3 +217,18 @@ def assign_means(
             parameter.grad = mean.to(parameter.dtype).to_sparse(gradient.sparse_dim())
         elif gradient is not mean:
             gradient.detach().copy_(mean)
+
+
+def is_shared(gradient: Tensor) -> bool:
+    """Return whether something else holds the gradient's memory: the running pass, which may still read it there.
+
+    Of `h + position.unsqueeze(0)`, autograd gives `position` a view of the gradient of h.
+    """
+    return _holders(gradient) > _HOLDERS_OF_ONE
+
+
+def _holders(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_HOLDERS_OF_ONE = _holders(torch.zeros(1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,9 @@ from trainer.cluster.world import World
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.strategies.base import Strategy
-from trainer.strategies.buckets import BUCKET_BYTES, divide
-from trainer.strategies.compress.whole_gradients import WIRE_TYPES
-from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, Synchronizer, assign_means
+from trainer.strategies.buckets import gradient_groups
+from trainer.strategies.compress.whole_gradients import WIRE_TYPES, as_real
+from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, Synchronizer, assign_means, is_shared
 from trainer.tuning import tune
 from trainer.watch.heartbeat import BATCH_NORM, waits
 from trainer.watch.spans import WAIT, span
@@ -49,43 +49,31 @@ class HorovodStrategy(Strategy):
             raise ConfigError(f"strategy 'horovod' cannot join the ranks that torchrun started; {_VALID_LAUNCHERS}")
         # Horovod and Open MPI read these when they start, so they are set before they are imported.
         self.tuning = tune(world, horovod=True)
-        self._hvd = _import_horovod()
-        self._check_build()
-        self._hvd.init()
-        self._closed = False
+        self._hvd = hvd = _import_horovod()
         self._statistics = itertools.count()
-        self._check_world()
-        self.description = f"Horovod over {self._transport()}, {world}"
-
-    def _transport(self) -> str:
-        controller = "MPI" if self._hvd.mpi_enabled() else "Gloo"
-        return f"NCCL (started by {controller})" if self.world.device.type == "cuda" else controller
-
-    def _check_build(self) -> None:
-        if self.world.device.type == "cuda" and not self._hvd.nccl_built():
+        if world.device.type == "cuda" and not hvd.nccl_built():
             raise ConfigError(
                 "this Horovod was built without NCCL, but this host has a GPU; rebuild it with "
                 "`python scripts/install/build_horovod.py --gpu nccl`, or train on the CPU (device 'cpu')"
             )
-
-    def _check_world(self) -> None:
-        rank, size = self._hvd.rank(), self._hvd.size()
-        if (rank, size) != (self.world.rank, self.world.size):
+        hvd.init()
+        if (hvd.rank(), hvd.size()) != (world.rank, world.size):
             raise ConfigError(
-                f"strategy 'horovod' cannot join the ranks that {self.world.launcher} started: this is rank "
-                f"{self.world.rank} of {self.world.size} there, and {rank} of {size} in Horovod; "
-                f"{_VALID_LAUNCHERS}"
+                f"strategy 'horovod' cannot join the ranks that {world.launcher} started: this is rank {world.rank} of "
+                f"{world.size} there, and {hvd.rank()} of {hvd.size()} in Horovod; {_VALID_LAUNCHERS}"
             )
+        controller = "MPI" if hvd.mpi_enabled() else "Gloo"
+        transport = f"NCCL (started by {controller})" if world.device.type == "cuda" else controller
+        self.description = f"Horovod over {transport}, {world}"
 
     def synchronize(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
-        hvd = self._hvd
-        compression = _AnyTensor(WIRE_TYPES.get(config.compression))
         modules = [module for module in model.modules() if getattr(module, "sparse", False)]
         sparse = {parameter for module in modules for parameter in module.parameters(recurse=False)}
-        held = [parameter for _, parameter in parameters]
-        # Sparse gradients support no groups.
-        groups = None if sparse else gradient_groups(held, over_nccl=self.world.device.type == "cuda")
-        return HorovodSynchronizer(hvd, parameters, compression, groups, sparse)
+        held, over_nccl = [parameter for _, parameter in parameters], self.world.device.type == "cuda"
+        groups = (
+            None if sparse else gradient_groups(held, over_nccl=over_nccl)
+        )  # Horovod has none with sparse gradients
+        return HorovodSynchronizer(self._hvd, parameters, WIRE_TYPES.get(config.compression), groups, sparse)
 
     def sum_statistics(self, tensor: Tensor) -> Tensor:
         # Within a pass, while Horovod's NCCL sums gradients: a second communicator of NCCL's could deadlock there.
@@ -93,19 +81,17 @@ class HorovodStrategy(Strategy):
             return super().sum_statistics(tensor)
         with waits(BATCH_NORM, tensor.numel(), counts=True):
             # Horovod numbers unnamed tensors by each rank's calls: a user's call on some ranks only would shift them.
-            name = f"trainer.statistics.{next(self._statistics)}"
-            summed: Tensor = self._hvd.allreduce_(tensor.contiguous(), op=self._hvd.Sum, name=name)
+            summed = tensor.contiguous()
+            self.start_gradients(summed, f"statistics.{next(self._statistics)}")()
             return summed
 
     def start_gradients(self, flat: Tensor, name: str) -> Callable[[], object]:
         # Under a name that it has seen before, Horovod negotiates a tensor with a single bit.
-        handle = self._hvd.allreduce_async_(_as_real(flat), op=self._hvd.Sum, name=f"trainer.{name}")
+        handle = self._hvd.allreduce_async_(as_real(flat), op=self._hvd.Sum, name=f"trainer.{name}")
         return partial(self._hvd.synchronize, handle)
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._hvd.shutdown()
+        self._hvd.shutdown()  # does nothing the second time
         super().close()
 
 
@@ -113,145 +99,82 @@ class HorovodSynchronizer(GradientSynchronizer):
     """Horovod's DistributedOptimizer, used for the gradients alone.
 
     The user's optimizer keeps its class, its state and its schedulers, and takes the steps; Horovod would make another
-    optimizer of it. Horovod's is made over placeholder parameters, which get each parameter's gradient when it is
-    complete: so it keeps no parameter, and sends after all of the user's hooks.
+    optimizer of it. Horovod's is made over placeholder parameters of the type that is sent, which get each parameter's
+    gradient when it is complete: so it keeps no parameter, and sends after all of the user's hooks.
 
     Args:
+        wire_type: type that is sent instead of the gradients' type; without one, bfloat16 is sent as float32. Complex
+            numbers are sent as pairs of real numbers.
         groups: indices of parameters whose gradients are sent together; None sends in each cycle what is ready.
-        sparse: parameters whose gradients are sparse.
+        sparse: parameters whose gradients are gathered, uncompressed.
     """
 
     def __init__(
         self,
         hvd: Any,
         parameters: NamedParameters,
-        compression: Any,
+        wire_type: torch.dtype | None,
         groups: list[list[int]] | None,
         sparse: Collection[Tensor],
     ) -> None:
         super().__init__(parameters)
         self._sparse = {index for index, (_, parameter) in enumerate(parameters) if parameter in sparse}
-        self._placeholders = [_placeholder(parameter) for _, parameter in parameters]
+        self._placeholders = []  # which take no memory
+        for _, parameter in parameters:
+            numbers = as_real(parameter.detach())
+            dtype = None if parameter in sparse else wire_type or _SENT_AS.get(numbers.dtype)
+            self._placeholders.append(nn.Parameter(numbers.new_zeros(1, dtype=dtype).expand(numbers.shape)))
+        sent_as = [f"{name}.{self.number}" for name in self.names]  # with other names than those of other models
         self._distributed = hvd.DistributedOptimizer(
             SGD(self._placeholders, lr=0.0),
-            # Horovod sends each tensor under its name.
-            named_parameters=[
-                (f"{name}.{self.number}", placeholder)
-                for name, placeholder in zip(self.names, self._placeholders, strict=True)
-            ],
-            compression=compression,
+            named_parameters=[*zip(sent_as, self._placeholders, strict=True)],
             groups=None if groups is None else [[self._placeholders[index] for index in group] for group in groups],
         )
         self._send = [self._distributed._make_hook(placeholder) for placeholder in self._placeholders]
-        self._sent: set[int] = set()
 
     def on_gradient(self, index: int, parameter: nn.Parameter) -> None:
-        if index in self._sent:
+        if self._placeholders[index].grad is not None:
             raise self._completed_twice(index)
-        self._sent.add(index)
         self._begin(index, parameter.grad)
 
+    def _begin(self, index: int, gradient: Tensor | None) -> None:
+        placeholder = self._placeholders[index]
+        if index in self._sparse:
+            none = torch.empty(1, 0, device=self._device), placeholder.detach()[:0], placeholder.shape
+            rows = torch.sparse_coo_tensor(*none) if gradient is None else gradient.detach()
+            placeholder.grad = rows if rows.is_sparse else rows.to_sparse(1)  # dense if another layer has the weight
+        elif gradient is None:
+            # A sum is a negative zero where all of its terms are. That tells parameters without a gradient on any rank
+            # from those whose gradient is zero, without a separate message.
+            placeholder.grad = torch.full_like(placeholder, -0.0)
+        else:
+            own = gradient.to_dense()
+            own = own.detach().clone() if own.requires_grad or is_shared(own) else own
+            # Contiguous as on ranks without a gradient, and because Horovod takes nothing else.
+            placeholder.grad = as_real(own).to(placeholder.dtype).contiguous()
+        self._send[index]()
+
     def _complete(self) -> None:
-        parameters = self.parameters
-        for index, parameter in enumerate(parameters):
-            if index not in self._sent:
+        pairs = [*zip(self.parameters, self._placeholders, strict=True)]
+        for index, (parameter, placeholder) in enumerate(pairs):
+            if placeholder.grad is None:
                 self._begin(index, parameter.grad if parameter is not None else None)
         with span(WAIT):
             self._distributed.synchronize()  # which replaces the values of the gradients
-        for parameter, placeholder in zip(parameters, self._placeholders, strict=True):
+        for parameter, placeholder in pairs:
             mean, placeholder.grad = placeholder.grad, None
-            if parameter is None or mean is None or parameter.grad is mean:
+            if parameter is None or mean is None:
                 continue
             if not mean.is_sparse:
-                assign_means([parameter], [mean], lambda _, mean=mean: not _is_absent(mean))  # type: ignore[misc]
-            elif mean._nnz():
-                parameter.grad = mean
-        self._sent.clear()
-
-    def _begin(self, index: int, gradient: Tensor | None) -> None:
-        if gradient is None:
-            shape = self._shapes[index]
-            gradient = _absent_like(shape, self._device)
-            if index in self._sparse:
-                gradient = torch.zeros(shape.shape, dtype=shape.dtype, device=self._device, layout=torch.sparse_coo)
-        if gradient.is_sparse and index not in self._sparse:  # other ranks may have none, and send zeros
-            gradient = gradient.to_dense()
-        is_others = gradient.requires_grad or (not gradient.is_sparse and _is_shared(gradient))
-        self._placeholders[index].grad = gradient.detach().clone() if is_others else gradient
-        self._send[index]()
-
-
-def _holders(tensor: Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-_HOLDERS_OF_ONE = _holders(torch.zeros(1))
-
-
-def _is_shared(gradient: Tensor) -> bool:
-    """Return whether something else holds the gradient's memory: the running pass, which may still read it there.
-
-    Of `h + position.unsqueeze(0)`, autograd gives `position` a view of the gradient of h.
-    """
-    return _holders(gradient) > _HOLDERS_OF_ONE
-
-
-def _absent_like(shape: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor of negative zeros that is sent for a parameter without a gradient.
-
-    A sum is a negative zero where all of its terms are. That tells parameters without a gradient on any rank from those
-    whose gradient is zero, without a separate message.
-    """
-    return torch.full_like(shape, complex(-0.0, -0.0) if shape.is_complex() else -0.0, device=device)
+                values = torch.view_as_complex(mean.to(parameter.real.dtype)) if parameter.is_complex() else mean
+                assign_means([parameter], [values], lambda _, mean=mean: not _is_absent(mean))  # type: ignore[misc]
+            elif (mean := mean.coalesce()).values().numel():
+                is_dense = parameter.grad is not None and not parameter.grad.is_sparse
+                parameter.grad = mean.to_dense() if is_dense else mean
 
 
 def _is_absent(mean: Tensor) -> bool:
-    numbers = _as_real(mean)
-    return not bool(numbers.any()) and bool(numbers.signbit().all())
-
-
-def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter for the same gradients that takes no memory."""
-    return nn.Parameter(parameter.detach().new_zeros(1).expand(parameter.shape))
-
-
-def gradient_groups(parameters: Sequence[Tensor], *, over_nccl: bool) -> list[list[int]] | None:
-    """Return the indices of parameters whose gradients are sent together; None sends in each cycle what is ready.
-
-    Ranks on CPUs send buckets: to send each gradient once it is ready, all ranks negotiate again and again, in threads
-    that take cores from the backward pass. Measured on CPUs only; between GPUs a large model keeps Horovod's default.
-    """
-    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    return None if over_nccl and size > BUCKET_BYTES else divide(parameters)
-
-
-class _AnyTensor:
-    """A compression, in Horovod's sense, for tensors of any type and in any order of memory.
-
-    Horovod takes contiguous tensors of some types. A tensor in another order, such as the gradient of a channels-last
-    weight, is sent as a contiguous copy and written back, because a rank without a gradient sends a contiguous tensor.
-    Without a wire type bfloat16 is sent as float32; complex numbers are sent as pairs of real numbers.
-
-    Args:
-        wire_type: type that is sent instead of the gradients' type.
-    """
-
-    def __init__(self, wire_type: torch.dtype | None) -> None:
-        self._wire_type = wire_type
-
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        dense = _as_real(tensor)
-        return dense.to(self._wire_type or _SENT_AS.get(dense.dtype, dense.dtype)).contiguous(), tensor
-
-    def decompress(self, sent: Tensor, tensor: Tensor | None) -> Tensor:
-        if tensor is None:  # a sparse gradient, which Horovod gathers uncompressed
-            return sent
-        _as_real(tensor).copy_(sent)  # `sent` is the tensor itself if nothing had to be converted
-        return tensor
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return not bool(mean.any()) and bool(mean.signbit().all())
 
 
 def _import_horovod() -> Any:

@@ -76,7 +76,7 @@ def collective_of(stack: Sequence[Frame]) -> str:
         return ""
     inner = list(takewhile(lambda frame: _LIBRARIES.search(frame.path), stack))
     if has_called(_DDP, inner):
-        is_forward = any(frame.name in ("forward", "_pre_forward") for frame in inner)
+        is_forward = any(frame.name == "forward" for frame in inner)
         return "DDP's forward pass" if is_forward else "gradients"
     if has_called(_FULLY_SHARD, inner):
         return "gradients" if has_called(_BACKWARD, stack) else "fully_shard's forward pass"

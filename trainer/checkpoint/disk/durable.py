@@ -10,12 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from trainer.watch.heartbeat import progress
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 # Gathers the small writes of a format's headers. A larger write goes past the buffer, uncopied and in one call.
 _BUFFER_BYTES = 1 << 20
@@ -45,7 +42,7 @@ class _HashingFile(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, data: ReadableBuffer) -> int:
+    def write(self, data: Any) -> int:
         if self.error:
             raise self.error  # what follows a gap must not be written
         view = memoryview(data)

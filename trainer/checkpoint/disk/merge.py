@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from trainer.checkpoint.disk.committed import MANIFEST, load, newest
 from trainer.cluster.output import print_line
@@ -13,10 +14,10 @@ from trainer.files import save_atomically
 _DESCRIPTION = "Write the whole state of a checkpoint into one file, for torch.load(FILE, weights_only=True)."
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(new: Callable[..., argparse.ArgumentParser]) -> None:
     """Add `trainer merge` to the command line's subcommands."""
     help_text = "make one file of a checkpoint that ranks have written in parts"
-    parser = subparsers.add_parser("merge", help=help_text, description=_DESCRIPTION)
+    parser = new("merge", help=help_text, description=_DESCRIPTION)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or a folder of checkpoints")
     parser.add_argument("file", type=Path, metavar="FILE", help="the file to make; it must not be there yet")
 

@@ -170,7 +170,9 @@ def _settings_from(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterato
 
 def _class_of(value: Any) -> str:
     """Return a state object's class, and those of schedulers within it: each loads the state of any other."""
-    inner = " and ".join(map(_class_of, getattr(value, "_schedulers", ()) if isinstance(value, LRScheduler) else ()))
+    fields = vars(value).values() if isinstance(value, LRScheduler) else ()
+    lists = [field for field in fields if isinstance(field, list | tuple)]
+    inner = " and ".join(_class_of(one) for inside in lists for one in inside if isinstance(one, LRScheduler))
     return f"{type(value).__name__} of {inner}" if inner else type(value).__name__
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -53,10 +54,9 @@ class Snapshot:
         if isinstance(value, Tensor):
             return self._copy_tensor(value.detach(), path, copied)
         if isinstance(value, Mapping):
-            result: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+            # A copy of a module's state has the versions of its modules as an attribute.
+            result: dict[Any, Any] = copy.copy(value) if type(value) is OrderedDict else {}
             result.update((key, self._copy(part, (*path, key), copied)) for key, part in value.items())
-            if isinstance(result, OrderedDict) and (versions := getattr(value, "_metadata", None)) is not None:
-                result._metadata = OrderedDict(versions)  # type: ignore[attr-defined]  # as a module's state has them
             return result
         if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
             items = [self._copy(part, (*path, number), copied) for number, part in enumerate(value)]

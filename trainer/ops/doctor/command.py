@@ -6,7 +6,7 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from trainer.errors import ConfigError
 from trainer.ops.command import script_of, to_command
@@ -27,9 +27,9 @@ everything, or these options are not valid
 _PREFIX = "trainer doctor: "
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(new: Callable[..., argparse.ArgumentParser]) -> None:
     """Add `doctor` to the subcommands."""
-    parser = subparsers.add_parser(
+    parser = new(
         "doctor",
         help="look at hosts and the network between them",
         description="Look at hosts, and at the network between them, for what would make a training fail there.",

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from trainer.cluster.launchers import STARTS
 from trainer.errors import ConfigError
-from trainer.ops.command import OptionsParser, name_of, refuse_launcher, to_command
+from trainer.ops.command import name_of, refuse_launcher, to_command
 from trainer.ops.supervise.hosts import Host, parse_hosts, slots_of
 
 _DESCRIPTION = """\
@@ -95,7 +95,7 @@ def check(given: Mapping[str, Any], is_command: bool = False) -> dict[str, Any]:
     return {"min_np": np, **{name: value for name, value in given.items() if value is not None}, "hosts": hosts}
 
 
-class _Parser(OptionsParser):
+class _Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
@@ -103,15 +103,18 @@ class _Parser(OptionsParser):
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"no such option: {' '.join(unknown)}")
+        for name, value in vars(parsed).items():
+            if name != "command" and value in ([], "--"):  # of `--name=--` older Pythons make an empty list
+                self.error(f"argument {_OPTIONS[name][0] if name in _OPTIONS else name}: '--' is no value")
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(new: Callable[..., argparse.ArgumentParser]) -> None:
     """Add `run` to the subcommands."""
-    parser = subparsers.add_parser(
+    parser = new(
         "run",
         help="start a training, and start it again after a failure",
         description=_DESCRIPTION,
