@@ -91,8 +91,8 @@ def move(value: Any, device: torch.device) -> Any:
 
     def moved(part: Any) -> Any:
         if isinstance(part, Tensor | PackedSequence):  # a packed sequence's batch_sizes stay on the CPU
-            # To the CPU a value could be read before it is there.
-            return part.to(device, non_blocking=device.type != "cpu")  # type: ignore[arg-type]  # PackedSequence's types know no device
+            is_async = device.type != "cpu"  # to the CPU, a value could be read before it is there
+            return part.to(device, non_blocking=is_async)  # type: ignore[arg-type]  # its types know no device
         return part.to(device) if _has(part, "to") else None
 
     return _replace(value, moved)

@@ -20,6 +20,7 @@ from trainer.cluster.output import print_line
 from trainer.config import RunConfig
 from trainer.errors import ConfigError, TrainerError
 from trainer.strategies.base import Strategy
+from trainer.strategies.gradients import as_real
 
 
 def check_consistency(strategy: Strategy, facts: Mapping[str, object]) -> None:
@@ -197,7 +198,7 @@ def _sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
     """Return the sum of each tensor's numbers, read as integers, modulo 2^64."""
     if not tensors:
         return []
-    totals = [_sum_of_bits(torch.view_as_real(tensor) if tensor.is_complex() else tensor) for tensor in tensors]
+    totals = [_sum_of_bits(as_real(tensor)) for tensor in tensors]
     sums: list[int] = torch.stack([total.to(totals[0].device) for total in totals]).tolist()
     return sums
 

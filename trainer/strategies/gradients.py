@@ -219,6 +219,11 @@ def assign_means(
             gradient.detach().copy_(mean)
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """Return complex numbers as pairs of real ones, in the same memory; any other tensor as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def is_shared(gradient: Tensor) -> bool:
     """Return whether something else holds the gradient's memory: the running pass, which may still read it there.
 

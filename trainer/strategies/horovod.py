@@ -18,8 +18,15 @@ from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.strategies.base import Strategy
 from trainer.strategies.buckets import gradient_groups
-from trainer.strategies.compress.whole_gradients import WIRE_TYPES, as_real
-from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, Synchronizer, assign_means, is_shared
+from trainer.strategies.compress.whole_gradients import WIRE_TYPES
+from trainer.strategies.gradients import (
+    GradientSynchronizer,
+    NamedParameters,
+    Synchronizer,
+    as_real,
+    assign_means,
+    is_shared,
+)
 from trainer.tuning import tune
 from trainer.watch.heartbeat import BATCH_NORM, waits
 from trainer.watch.spans import WAIT, span
@@ -70,9 +77,8 @@ class HorovodStrategy(Strategy):
         modules = [module for module in model.modules() if getattr(module, "sparse", False)]
         sparse = {parameter for module in modules for parameter in module.parameters(recurse=False)}
         held, over_nccl = [parameter for _, parameter in parameters], self.world.device.type == "cuda"
-        groups = (
-            None if sparse else gradient_groups(held, over_nccl=over_nccl)
-        )  # Horovod has none with sparse gradients
+        # Horovod has no groups with sparse gradients.
+        groups = None if sparse else gradient_groups(held, over_nccl=over_nccl)
         return HorovodSynchronizer(self._hvd, parameters, WIRE_TYPES.get(config.compression), groups, sparse)
 
     def sum_statistics(self, tensor: Tensor) -> Tensor:

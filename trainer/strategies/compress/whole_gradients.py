@@ -74,8 +74,3 @@ class WholeSynchronizer(GradientSynchronizer):
 def exact_type(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which values of `dtype` are added up: 16 bits are too few."""
     return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """Return complex numbers as pairs of real ones, in the same memory; any other tensor as it is."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
