@@ -173,14 +173,10 @@ class HorovodSynchronizer(GradientSynchronizer):
                 continue
             if not mean.is_sparse:
                 values = torch.view_as_complex(mean.to(parameter.real.dtype)) if parameter.is_complex() else mean
-                assign_means([parameter], [values], lambda _, mean=mean: not _is_absent(mean))  # type: ignore[misc]
+                has = parameter.grad is not None or bool(mean.any()) or not bool(mean.signbit().all())
+                assign_means([parameter], [values], [has].__getitem__)
             elif (mean := mean.coalesce()).values().numel():
-                is_dense = parameter.grad is not None and not parameter.grad.is_sparse
-                parameter.grad = mean.to_dense() if is_dense else mean
-
-
-def _is_absent(mean: Tensor) -> bool:
-    return not bool(mean.any()) and bool(mean.signbit().all())
+                parameter.grad = mean if parameter.grad is None or parameter.grad.is_sparse else mean.to_dense()
 
 
 def _import_horovod() -> Any:
