@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from scaling.options import parse_args
 
-from tests.distributed.harness import BIN, ROOT
+from tests.distributed.harness import BIN, ROOT, python_path
 from trainer import ConfigError
 
 SCRIPT = "scripts/scaling_test.py"
@@ -21,7 +21,8 @@ SCRIPT = "scripts/scaling_test.py"
 def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, SCRIPT, *arguments], cwd=ROOT, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"},
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": python_path()},
         # A shell that runs tests in the background has its children ignore SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
