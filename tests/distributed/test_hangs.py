@@ -24,8 +24,8 @@ __all__ = ["supervised"]
 
 pytestmark = pytest.mark.timeout(200)
 
-# One fault a launcher: what a rank waits for is noted above the transport.
-QUICK = {("ddp", "backward"), ("horovod over MPI", "stopped"), ("horovod over Gloo", "skips")}
+# What a rank waits for is noted above the transport. Further below, a rank that is stopped is started again.
+QUICK = {("ddp", "backward"), ("horovod over Gloo", "skips")}
 # The transport or the strategy ends these by itself, with an error.
 ERRORS = {"shape", "exits"} | {("ddp", "skips"), ("ddp", "one-too-many")}
 # `test_supervise` has ("ddp", "shape").
@@ -62,9 +62,8 @@ def test_the_rank_that_keeps_the_others_waiting_is_named(strategy: str, fault: s
     check(run_trial(strategy, fault, 4.0))
 
 
-@pytest.mark.parametrize(
-    "fault", ["sleeps", *(pytest.param(one, marks=pytest.mark.slow) for one in ("spins", "loader"))]
-)
+@pytest.mark.slow  # as over NCCL; test_hang_recorder.py reads what PyTorch records
+@pytest.mark.parametrize("fault", ["sleeps", "spins", "loader"])
 def test_where_collectives_return_before_they_are_done_the_flight_recorder_tells_who_waits(fault: str) -> None:
     trial = run_trial("ddp", fault, 4.0, ("--as-over-nccl",), {"TRAINER_FLIGHT_RECORDER": "1"})
     check(trial)
@@ -109,8 +108,9 @@ def wait_for(job: Running, text: str, count: int = 1) -> None:
 ELSEWHERE = "the cause may be on another host; the limit without progress is 540 s"
 
 
+@pytest.mark.slow  # the next one has two hosts as well
 @pytest.mark.needs("root")
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_of_two_hosts_the_one_with_a_rank_that_sleeps_ends_the_job_and_names_it(rank: int, tmp_path: Path) -> None:
     with on_two_hosts(tmp_path, "sleeps", rank) as job:
         wait_for(job, "fault is made")
@@ -155,6 +155,7 @@ def test_a_job_that_hangs_is_started_again_and_the_verdict_is_told(supervised: S
     assert ended.output.count("trainer: hang: no progress") == 1
 
 
+@pytest.mark.slow
 def test_a_job_that_is_stopped_as_a_whole_goes_on_afterwards(supervised: Supervised) -> None:
     process = supervised.start(
         "-np", "2", "--torchrun", "--hang-timeout", "3", "--timeout", "80", *command("none", "--updates", "400")

@@ -53,6 +53,7 @@ MNIST = ["examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output"
 SHORT = ["--hosts", "localhost:2", "--steps", "8", "--repeats", "1"]
 
 
+@pytest.mark.slow  # tests/unit/test_scaling*.py have its parts
 def test_the_whole_of_it_in_a_short_form(tmp_path: Path) -> None:
     options = ["--batch-size", "40", "--strategies", "ddp", "--scaling", "weak"]
     process = start(*SHORT, *options, "--output", str(tmp_path), *MNIST)

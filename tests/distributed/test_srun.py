@@ -145,7 +145,7 @@ def state_of(job: str, env: dict[str, str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["slurm.sbatch", "slurm-torchrun.sbatch"])
+@pytest.mark.parametrize("name", ["slurm.sbatch", pytest.param("slurm-torchrun.sbatch", marks=pytest.mark.slow)])
 def test_a_job_goes_back_into_the_queue_until_it_is_done(tmp_path: Path, slurm: dict[str, str], name: str) -> None:
     (tmp_path / "train.py").write_text(SAVES_AT_FIRST)
     (tmp_path / "runs").mkdir()

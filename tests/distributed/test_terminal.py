@@ -38,7 +38,7 @@ def test_a_terminal_gets_a_bar(launcher: str, tmp_path: Path) -> None:
         kill_job(str(tmp_path))
     assert session.code == 0, session.text
     bars = re.findall(
-        r"\r(epoch \d/2) +\d+%\|.*?\| \d+/240, loss 0\.\d{4}, [\d,]+ samples/s, 0:\d\d left", session.text
+        r"\r(epoch \d/2) +\d+%\|.*?\| \d+/120, loss 0\.\d{4}, [\d,]+ samples/s, 0:\d\d left", session.text
     )
     assert set(bars) == {"epoch 1/2", "epoch 2/2"}, session.text
 
@@ -49,5 +49,5 @@ def test_without_a_terminal_there_are_lines(launcher: str) -> None:
     assert outcome.code == 0, outcome.output
     assert "%|" not in outcome.output
     assert "\x1b" not in outcome.output
-    assert re.search(r"epoch 1/2  \d+/240  loss 0\.\d{4}  [\d,]+ samples/s  0:\d\d left\n", outcome.output)
+    assert re.search(r"epoch 1/2  \d+/120  loss 0\.\d{4}  [\d,]+ samples/s  0:\d\d left\n", outcome.output)
     printed(outcome.output.splitlines(), 2)

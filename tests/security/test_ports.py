@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,6 +28,10 @@ JOBS = {
     "supervised ddp": {"every", "mpi"},
     "hosts": {"every", "torchrun"},
 }
+SLOW = (
+    "horovodrun-mpi parameter_server",
+    "torchrun ddp",
+)  # of their ports, the others lack the parameter server's alone
 SECRETS = {"HOROVOD_JOB_SECRET": 64, "HOROVOD_RENDEZVOUS_KEY": 32, "TRAINER_SECRET": 64}
 """What a job has of its own, and how many hexadecimal digits that are."""
 HAS = {
@@ -35,6 +40,11 @@ HAS = {
     "supervised ddp": ["HOROVOD_JOB_SECRET", "TRAINER_SECRET"],
 }
 RANKS = 2
+
+
+def named(jobs: Iterable[str]) -> list[Any]:
+    marks = {"hosts": [pytest.mark.needs("root")], **{name: [pytest.mark.slow] for name in SLOW}}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in jobs]
 
 
 @dataclass(frozen=True)
@@ -147,9 +157,7 @@ def look(tmp_path_factory: pytest.TempPathFactory) -> Look:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.needs("root")] * (name == "hosts")) for name in JOBS]
-)
+@pytest.mark.parametrize("name", named(JOBS))
 def test_a_job_listens_where_the_table_says(name: str, look: Look) -> None:
     seen = look(name)
     # Where the host's own name is one for the loopback address, its ports do not show it. On several hosts whose
@@ -163,7 +171,7 @@ def test_a_job_listens_where_the_table_says(name: str, look: Look) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", HAS)
+@pytest.mark.parametrize("name", named(HAS))
 def test_the_secret_is_in_the_ranks_environment_and_on_no_command_line(name: str, look: Look) -> None:
     seen = look(name)
     secrets = {(one, values[one]) for values in seen.environments for one in SECRETS if one in values}
