@@ -45,9 +45,8 @@ class _JobScheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist's sched
 
     def _split_scope(self, nodeid: str) -> str:
         job = re.search(r"/test_every_strategy\.py::\w+\[(.+?)(?:-check_\w+)?\]$", nodeid)
-        if job or re.search(r"/test_(checkpoints|failures|hangs|launch|libraries|supervise)\.py::", nodeid):
-            return str(job[1]) if job else nodeid
-        return super()._split_scope(nodeid)
+        alone = re.search(r"/test_(checkpoints|failures|hangs|launch|libraries|supervise)\.py::", nodeid)
+        return job[1] if job else nodeid if alone else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:
