@@ -63,15 +63,8 @@ def command_for(launcher: str, ranks: int, script: Sequence[str], python: str = 
         start = [program("torchrun"), "--standalone", "--nproc-per-node", str(ranks)]
         return [*start, *script] if python == sys.executable else [*start, "--no-python", python, *script]
     if launcher in ("srun", "srun-without-pmix"):
-        return [
-            "srun",
-            "-n",
-            str(ranks),
-            "--overcommit",
-            f"--mpi={'pmix' if launcher == 'srun' else 'none'}",
-            python,
-            *script,
-        ]
+        mpi = "pmix" if launcher == "srun" else "none"
+        return ["srun", "-n", str(ranks), "--overcommit", f"--mpi={mpi}", python, *script]
     if launcher == "mpirun":
         return [
             *[program("mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"],

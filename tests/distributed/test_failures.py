@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 
 from tests.distributed.harness import Outcome, run_job
+from tests.requirements import slow
 
 SCRIPT = ["-m", "tests.distributed.job_that_fails"]
 # How long a job may outlive one of its ranks, beside the time that it takes to start.
 BOUND_S = 30 + 20
-
-
-def slow(*values: object) -> Any:
-    """Values of a parameter that only `make test-all` tries."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def our_lines(outcome: Outcome) -> list[str]:

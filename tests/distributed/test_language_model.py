@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 
 from tests.distributed.harness import run_job
+from tests.requirements import slow
 
 _TEXT = ["--bytes", "7000", "--length", "32"]
 OPTIONS = [*_TEXT, "--epochs", "2", "--batch-size", "10", "--accumulate", "4", "--warm-up", "4", "--no-shuffle"]
@@ -40,10 +41,7 @@ def plain_losses() -> list[float]:
     ("launcher", "ranks"),
     [
         ("horovodrun-mpi", 2),
-        *(
-            pytest.param(*shape, marks=pytest.mark.slow)
-            for shape in (("python", 1), ("horovodrun-gloo", 2), ("mpirun", 3), ("torchrun", 2))
-        ),
+        *(slow(*shape) for shape in (("python", 1), ("horovodrun-gloo", 2), ("mpirun", 3), ("torchrun", 2))),
     ],
 )
 def test_the_port_has_the_losses_of_plain_pytorch(launcher: str, ranks: int) -> None:

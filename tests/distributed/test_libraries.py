@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.launching import PEERS
 from tests.distributed.harness import run_job
+from tests.requirements import slow
 
 pytestmark = pytest.mark.needs("peers")
 
@@ -30,11 +31,7 @@ def check_libraries(launcher: str, *options: str, env: Mapping[str, str] | None 
 
 # The ring under mpirun, and srun's own test, are the other launchers of the default run.
 @pytest.mark.parametrize(
-    "launcher",
-    [
-        "horovodrun-gloo",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("horovodrun-mpi", "mpirun", "torchrun")),
-    ],
+    "launcher", ["horovodrun-gloo", *(slow(one) for one in ("horovodrun-mpi", "mpirun", "torchrun"))]
 )
 def test_metrics_datasets_and_collectives_see_all_ranks(launcher: str) -> None:
     check_libraries(launcher)

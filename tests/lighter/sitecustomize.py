@@ -8,7 +8,8 @@ one. The jobs that start as a user types them (`snippets.in_shell`) do without t
 from __future__ import annotations
 
 import sys
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib import import_module
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,8 @@ _NAME = "torch._dynamo"
 
 
 class _Lighter(ModuleType):
-    """The module, until more is asked of it."""
+    __path__: list[str] = []  # noqa: RUF012
+    __file__ = __file__  # for whoever looks through all modules
 
     def disable(self, function: Any, *_: object, **__: object) -> Any:
         return function
@@ -25,29 +27,29 @@ class _Lighter(ModuleType):
         pass
 
     def __getattr__(self, name: str) -> Any:
-        self.__class__ = ModuleType  # type: ignore[assignment]
-        spec = PathFinder.find_spec(_NAME, sys.modules["torch"].__path__)
-        assert spec is not None
-        assert spec.loader is not None
-        self.__spec__, self.__loader__, self.__file__ = spec, spec.loader, spec.origin
-        self.__path__, self.__package__ = list(spec.submodule_search_locations or []), _NAME
-        spec.loader.exec_module(self)
-        return getattr(self, name)
+        return getattr(_bring(), name)
 
 
 class _Finder:
     @classmethod
     def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(name, cls) if name == _NAME else None  # type: ignore[arg-type]
+        return ModuleSpec(name, cls) if f"{name}.".startswith(f"{_NAME}.") else None  # type: ignore[arg-type]
 
     @staticmethod
-    def create_module(spec: ModuleSpec) -> None:
-        return None
+    def create_module(spec: ModuleSpec) -> ModuleType:
+        # Most modules of it are imported by itself already, and must not be once more.
+        return _Lighter(_NAME) if spec.name == _NAME else (_bring(), import_module(spec.name))[1]
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        module.__file__ = __file__  # what looks through all modules asks for it
-        module.__class__ = _Lighter
+        pass
+
+
+def _bring() -> ModuleType:
+    if _Finder in sys.meta_path:
+        sys.meta_path.remove(_Finder)
+        del sys.modules[_NAME]
+    return import_module(_NAME)
 
 
 sys.meta_path.insert(0, _Finder)

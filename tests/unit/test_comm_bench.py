@@ -12,6 +12,7 @@ from comm.report import Row, table_line, write_json
 from comm_bench import _parse_options
 
 from tests.distributed.harness import run_job
+from tests.requirements import slow
 
 SCRIPT = "scripts/comm_bench.py"
 
@@ -62,13 +63,8 @@ def test_an_invalid_option_is_one_line(
     ("launcher", "expected", "left_out"),
     [
         ("horovodrun-mpi", {"MPI", "ring", "Gloo", "parameter server", "Horovod over MPI"}, {"nccl"}),
-        pytest.param(
-            *("horovodrun-gloo", {"Gloo", "parameter server", "Horovod over Gloo"}, {"mpi", "ring", "nccl"}),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("torchrun", {"Gloo", "parameter server"}, {"mpi", "ring", "nccl", "horovod"}), marks=pytest.mark.slow
-        ),
+        slow(*("horovodrun-gloo", {"Gloo", "parameter server", "Horovod over Gloo"}, {"mpi", "ring", "nccl"})),
+        slow(*("torchrun", {"Gloo", "parameter server"}, {"mpi", "ring", "nccl", "horovod"})),
     ],
 )
 def test_every_available_transport_sums_correctly(
