@@ -46,7 +46,7 @@ setup:  ## Make .venv: the locked packages, Horovod compiled with our patches
 run: setup  ## Train MNIST on NP processes (2) through horovodrun; ends with the test accuracy
 	@$(IN_VENV) horovodrun -np $(NP) -H localhost:$(NP) python examples/mnist.py --epochs $(EPOCHS) --data-dir "$(DATA_DIR)" $(ARGS)
 
-test: $(if $(ARGS),setup,test-fast test-jobs)  ## Run the tests, those with real processes included; some 12 minutes on two cores
+test: $(if $(ARGS),setup,test-fast test-jobs)  ## Run the tests, those with real processes included; some 7 minutes on two cores
 	@$(if $(ARGS),$(IN_VENV) python -m pytest -m "not docker and not slow" $(ARGS))
 
 test-all: setup  ## Run every test but those with containers, all launchers with all strategies included

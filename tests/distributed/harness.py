@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,6 +130,14 @@ def on_two_hosts(job: str) -> list[str]:
     node += f" --master-port {port} --node-rank"
     both = f"{node} 0 {job} & unshare --pid --fork --mount-proc {node} 1 {job}; code=$?; wait $! && exit $code"
     return ["sh", "-c", both]
+
+
+def wait_until(is_so: Callable[[], object], seconds: float, why: Callable[[], str]) -> None:
+    """Wait until something is so; after so many seconds, fail with what `why` returns."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.1)
 
 
 def leave_stacks_on_request(rank: int) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.hangs import FAULTS, JOB, STRATEGIES, Trial, run_trial
 from tests.distributed import harness
-from tests.distributed.harness import processes_of
+from tests.distributed.harness import processes_of, wait_until
 from tests.distributed.test_supervise import Supervised, command, supervised
 from tests.security.running import Running, running
 
@@ -98,11 +98,8 @@ def on_two_hosts(folder: Path, fault: str, rank: int) -> Iterator[Running]:
         yield started
 
 
-def wait_for(job: Running, text: str, count: int = 1) -> None:
-    deadline = time.monotonic() + 60
-    while job.text().count(text) < count and job.process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert job.text().count(text) >= count, job.text()
+def wait_for(job: Running, text: str) -> None:
+    wait_until(lambda: text in job.text(), 60, job.text)
 
 
 ELSEWHERE = "the cause may be on another host; the limit without progress is 540 s"

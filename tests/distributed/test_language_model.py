@@ -21,13 +21,8 @@ def losses(launcher: str, ranks: int, script: str, *options: str, env: Mapping[s
     env = {**(env or {}), "OMP_NUM_THREADS": "1"}  # a second thread costs more than it gains on a busy machine
     outcome = run_job(launcher, ranks, [f"examples/{script}.py", *OPTIONS, *options], env=env)
     assert outcome.code == 0, outcome.output
-    return losses_in(outcome.output)
-
-
-def losses_in(output: str) -> list[float]:
-    """Return the test losses that a run has printed, one an epoch."""
-    found = EPOCH.findall(output)
-    assert [epoch for epoch, _, _ in found] == ["1", "2"], output
+    found = EPOCH.findall(outcome.output)
+    assert [epoch for epoch, _, _ in found] == ["1", "2"], outcome.output
     return [float(loss) for _, loss, _ in found]
 
 

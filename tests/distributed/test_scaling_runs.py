@@ -38,15 +38,12 @@ def test_an_option_that_is_not_valid_is_named(
     assert words in str(caught.value)
 
 
-MNIST = ["examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output", "none"]
-SHORT = ["--hosts", "localhost:2", "--steps", "8", "--repeats", "1"]
-
-
 @pytest.mark.slow  # tests/unit/test_scaling*.py have its parts
 def test_the_whole_of_it_in_a_short_form(tmp_path: Path) -> None:
-    options = ["--batch-size", "40", "--strategies", "ddp", "--scaling", "weak"]
+    options = "--hosts localhost:2 --steps 8 --repeats 1 --batch-size 40 --strategies ddp --scaling weak --output"
+    mnist = "examples/mnist.py --dataset digits --epochs 1 --output none"
     done = subprocess.run(
-        [sys.executable, SCRIPT, *SHORT, *options, "--output", str(tmp_path), *MNIST], cwd=ROOT, text=True,
+        [sys.executable, SCRIPT, *options.split(), str(tmp_path), *mnist.split()], cwd=ROOT, text=True,
         capture_output=True, check=False, timeout=280,
         env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": python_path()},
     )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.distributed.harness import ROOT, kill_job, marked_environment, processes_of
+from tests.distributed.harness import ROOT, kill_job, marked_environment, processes_of, wait_until
 from tests.terminal import Session, run_on_terminal
 
 pytestmark = pytest.mark.timeout(150)
@@ -72,10 +72,7 @@ class Supervised:
         return [" ".join(process.cmdline()) for process in left]
 
     def wait_for(self, what: Callable[[], object]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not what():
-            assert time.monotonic() < deadline, self._log.read_text(errors="replace")
-            time.sleep(0.1)
+        wait_until(what, DEADLINE_S, lambda: self._log.read_text(errors="replace"))
 
     def has_saved(self) -> bool:
         with suppress(OSError):

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -28,10 +27,8 @@ JOBS = {
     "supervised ddp": {"every", "mpi"},
     "hosts": {"every", "torchrun"},
 }
-SLOW = (
-    "horovodrun-mpi parameter_server",
-    "torchrun ddp",
-)  # of their ports, the others lack the parameter server's alone
+# Of the ports of the slow ones, the others lack the parameter server's alone.
+MARKS = {"horovodrun-mpi parameter_server": [pytest.mark.slow], "hosts": [pytest.mark.slow, pytest.mark.needs("root")]}
 SECRETS = {"HOROVOD_JOB_SECRET": 64, "HOROVOD_RENDEZVOUS_KEY": 32, "TRAINER_SECRET": 64}
 """What a job has of its own, and how many hexadecimal digits that are."""
 HAS = {
@@ -40,11 +37,6 @@ HAS = {
     "supervised ddp": ["HOROVOD_JOB_SECRET", "TRAINER_SECRET"],
 }
 RANKS = 2
-
-
-def named(jobs: Iterable[str]) -> list[Any]:
-    marks = {"hosts": [pytest.mark.needs("root")], **{name: [pytest.mark.slow] for name in SLOW}}
-    return [pytest.param(name, marks=marks.get(name, [])) for name in jobs]
 
 
 @dataclass(frozen=True)
@@ -157,7 +149,7 @@ def look(tmp_path_factory: pytest.TempPathFactory) -> Look:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", named(JOBS))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in JOBS])
 def test_a_job_listens_where_the_table_says(name: str, look: Look) -> None:
     seen = look(name)
     # Where the host's own name is one for the loopback address, its ports do not show it. On several hosts whose
@@ -171,7 +163,7 @@ def test_a_job_listens_where_the_table_says(name: str, look: Look) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", named(HAS))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in HAS])
 def test_the_secret_is_in_the_ranks_environment_and_on_no_command_line(name: str, look: Look) -> None:
     seen = look(name)
     secrets = {(one, values[one]) for values in seen.environments for one in SECRETS if one in values}
