@@ -105,7 +105,7 @@ def wait_for(job: Running, text: str) -> None:
 ELSEWHERE = "the cause may be on another host; the limit without progress is 540 s"
 
 
-@pytest.mark.slow  # the next one has two hosts as well
+@pytest.mark.slow
 @pytest.mark.needs("root")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_of_two_hosts_the_one_with_a_rank_that_sleeps_ends_the_job_and_names_it(rank: int, tmp_path: Path) -> None:
@@ -118,8 +118,9 @@ def test_of_two_hosts_the_one_with_a_rank_that_sleeps_ends_the_job_and_names_it(
         assert re.search(r'trainer: hang:     File ".*hang_job\.py", line \d+, in make_fault', job.text())
 
 
+@pytest.mark.slow
 @pytest.mark.needs("root")
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_a_debugger_has_stopped_ends_the_job_on_no_host(rank: int, tmp_path: Path) -> None:
     with on_two_hosts(tmp_path, "stopped", rank) as job:
         wait_for(job, ELSEWHERE)

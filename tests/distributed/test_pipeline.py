@@ -13,7 +13,6 @@ from torch import Tensor
 
 from examples import pipeline
 from tests.distributed.harness import run_job
-from tests.requirements import slow
 from trainer import ConfigError
 
 # A learning rate at which a difference in the last bit stays one.
@@ -39,9 +38,10 @@ def by_one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "ranks", "stages", "replicas"),
-    [("torchrun", 2, 2, 1), slow("mpirun", 4, 2, 2), slow("torchrun", 4, 4, 1), slow("horovodrun-mpi", 2, 2, 1)],
+    [("torchrun", 2, 2, 1), ("mpirun", 4, 2, 2), ("torchrun", 4, 4, 1), ("horovodrun-mpi", 2, 2, 1)],
 )
 def test_its_weights_are_those_of_one_process(
     tmp_path: Path,

@@ -43,7 +43,8 @@ def test_a_terminal_gets_a_bar(launcher: str, tmp_path: Path) -> None:
     assert set(bars) == {"epoch 1/2", "epoch 2/2"}, session.text
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun-mpi", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/unit/test_terminal.py has the lines of one rank
+@pytest.mark.parametrize("launcher", ["horovodrun-mpi", "torchrun"])
 def test_without_a_terminal_there_are_lines(launcher: str) -> None:
     outcome = run_job(launcher, 2, SCRIPT)
     assert outcome.code == 0, outcome.output
