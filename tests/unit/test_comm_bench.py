@@ -12,7 +12,6 @@ from comm.report import Row, table_line, write_json
 from comm_bench import _parse_options
 
 from tests.distributed.harness import run_job
-from tests.requirements import slow
 
 SCRIPT = "scripts/comm_bench.py"
 
@@ -59,12 +58,13 @@ def test_an_invalid_option_is_one_line(
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "expected", "left_out"),
     [
         ("horovodrun-mpi", {"MPI", "ring", "Gloo", "parameter server", "Horovod over MPI"}, {"nccl"}),
-        slow(*("horovodrun-gloo", {"Gloo", "parameter server", "Horovod over Gloo"}, {"mpi", "ring", "nccl"})),
-        slow(*("torchrun", {"Gloo", "parameter server"}, {"mpi", "ring", "nccl", "horovod"})),
+        ("horovodrun-gloo", {"Gloo", "parameter server", "Horovod over Gloo"}, {"mpi", "ring", "nccl"}),
+        ("torchrun", {"Gloo", "parameter server"}, {"mpi", "ring", "nccl", "horovod"}),
     ],
 )
 def test_every_available_transport_sums_correctly(
