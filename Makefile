@@ -27,6 +27,8 @@ SBOM ?= true
 GPU_IMAGE_HASH = $(shell sha256sum $(GPU_IMAGE_INPUTS) | sha256sum | cut -c1-16)
 # Two files, or two jobs of checks, at a time: they wait for one another, for timeouts and for what starts, half of the time.
 TWO_AT_A_TIME := -n 2 --dist loadfile
+# What `make test` has of them waits for more of its time.
+THREE_AT_A_TIME := -n 3 --dist loadfile
 # What `source .venv/bin/activate` does, for the commands below.
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
@@ -44,7 +46,7 @@ setup:  ## Make .venv: the locked packages, Horovod compiled with our patches
 run: setup  ## Train MNIST on NP processes (2) through horovodrun; ends with the test accuracy
 	@$(IN_VENV) horovodrun -np $(NP) -H localhost:$(NP) python examples/mnist.py --epochs $(EPOCHS) --data-dir "$(DATA_DIR)" $(ARGS)
 
-test: $(if $(ARGS),setup,test-fast test-jobs)  ## Run the tests, those with real processes included; some 12 minutes on two cores
+test: $(if $(ARGS),setup,test-fast test-jobs)  ## Run the tests, those with real processes included; some 7 minutes on two cores
 	@$(if $(ARGS),$(IN_VENV) python -m pytest -m "not docker and not slow" $(ARGS))
 
 test-all: setup  ## Run every test but those with containers, all launchers with all strategies included
@@ -54,7 +56,7 @@ test-fast: setup  ## Run the tests that start no jobs and wait for nothing, in a
 	@$(IN_VENV) python -m pytest -m "not distributed" -n 3 --dist worksteal $(if $(filter tests/%,$(ARGS)),,tests/unit tests/security) $(ARGS)
 
 test-jobs: setup  ## Run the tests that start jobs, those of `make test` that `make test-fast` leaves out
-	@$(IN_VENV) python -m pytest -m "(distributed or gpu) and not docker and not slow" $(TWO_AT_A_TIME) $(ARGS)
+	@$(IN_VENV) python -m pytest -m "(distributed or gpu) and not docker and not slow" $(THREE_AT_A_TIME) $(ARGS)
 
 test-security: setup  ## Attack the ports of jobs, also with both published exploits; minutes
 	@$(IN_VENV) python -m pytest tests/security $(ARGS)

@@ -38,11 +38,15 @@ def pytest_configure() -> None:
 
 
 class _JobScheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist's schedulers have no types
-    """`--dist loadfile`, with each job of test_every_strategy.py by itself: it runs once, for all of its checks."""
+    """`--dist loadfile`, with each job of test_every_strategy.py by itself: it runs once, for all of its checks.
+
+    So does each test of some files that take long, and whose tests share nothing.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         job = re.search(r"/test_every_strategy\.py::\w+\[(.+?)(?:-check_\w+)?\]$", nodeid)
-        return job[1] if job else super()._split_scope(nodeid)
+        alone = re.search(r"/test_(checkpoints|failures|hangs|launch|libraries|supervise)\.py::", nodeid)
+        return job[1] if job else nodeid if alone else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:

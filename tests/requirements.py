@@ -15,10 +15,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.launching import has_peers
+
+
+def slow(*values: object) -> Any:
+    """Return values of a parameter that only `make test-all` tries."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +49,12 @@ def program(name: str) -> str:
     return str(BIN / name) if (BIN / name).exists() else shutil.which(name) or name
 
 
+def python_path(*folders: Path) -> str:
+    """Return the PYTHONPATH of a job: what makes its ranks start sooner, these folders, and the caller's own."""
+    own = filter(None, [os.environ.get("PYTHONPATH")])
+    return os.pathsep.join([str(ROOT / "tests" / "lighter"), *map(str, folders), *own])
+
+
 def command_for(launcher: str, ranks: int, script: Sequence[str], python: str = sys.executable) -> list[str]:
     """The command line that starts `script` (a Python script or `-m module`, with arguments) on `ranks` ranks."""
     if launcher == "python":
@@ -57,15 +63,8 @@ def command_for(launcher: str, ranks: int, script: Sequence[str], python: str = 
         start = [program("torchrun"), "--standalone", "--nproc-per-node", str(ranks)]
         return [*start, *script] if python == sys.executable else [*start, "--no-python", python, *script]
     if launcher in ("srun", "srun-without-pmix"):
-        return [
-            "srun",
-            "-n",
-            str(ranks),
-            "--overcommit",
-            f"--mpi={'pmix' if launcher == 'srun' else 'none'}",
-            python,
-            *script,
-        ]
+        mpi = "pmix" if launcher == "srun" else "none"
+        return ["srun", "-n", str(ranks), "--overcommit", f"--mpi={mpi}", python, *script]
     if launcher == "mpirun":
         return [
             *[program("mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"],
@@ -93,7 +92,7 @@ def run_job(
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_INHERITED)}
         # What launchers and libraries leave in the folder for temporary files goes with the job's own.
         environment |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", MARK: folder, "TMPDIR": folder}
-        environment |= {"PYTHONUNBUFFERED": "1"}
+        environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path()}
         log = Path(folder, "output")
         with log.open("wb") as sink:
             process = subprocess.Popen(
@@ -118,7 +117,7 @@ def marked_environment(folder: Path) -> dict[str, str]:
     (folder / "tmp").mkdir(parents=True, exist_ok=True)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_"))}
     return inherited | {
-        MARK: str(folder), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT),
+        MARK: str(folder), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": python_path(ROOT),
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
     }  # fmt: skip
 
@@ -131,6 +130,14 @@ def on_two_hosts(job: str) -> list[str]:
     node += f" --master-port {port} --node-rank"
     both = f"{node} 0 {job} & unshare --pid --fork --mount-proc {node} 1 {job}; code=$?; wait $! && exit $code"
     return ["sh", "-c", both]
+
+
+def wait_until(is_so: Callable[[], object], seconds: float, why: Callable[[], str]) -> None:
+    """Wait until something is so; after so many seconds, fail with what `why` returns."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.1)
 
 
 def leave_stacks_on_request(rank: int) -> None:
@@ -224,8 +231,8 @@ def run_checks(
         script = ["-m", "tests.distributed.worker", strategy, device, folder]
         script += [f"{module}:{name}" for name, module in modules_of.items()]
         # Ranks find what the tests find by pytest's `pythonpath`.
-        path = os.pathsep.join([str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        outcome = run_job(launcher, ranks, script, timeout_s=timeout_s, env={"PYTHONPATH": path, **(env or {})})
+        path = {"PYTHONPATH": python_path(ROOT / "scripts")}
+        outcome = run_job(launcher, ranks, script, timeout_s=timeout_s, env=path | dict(env or {}))
         by_rank = []
         for rank in range(ranks):
             report = Path(folder, f"rank-{rank}.jsonl")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import trainer
 
-EPOCHS, STEPS = 2, 120
+EPOCHS, STEPS = 2, 60
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """Which checks run in which job: every strategy on 2 ranks or more, and every launcher at least once.
 
-The default run has Horovod on 2, 3 and 4 ranks, DDP, FSDP and the ring on 2, and the parameter server on 4. The
-handle's checks run under Horovod, DDP and FSDP; those of loops under the parameter server as well. `make test-all` adds
-a job for each strategy on another number of ranks, with the handle's checks and large networks. What differs in the
-launcher alone is not repeated: the launchers have tests of their own.
+The default run has every strategy on 2 ranks, and Horovod on 3 as well. All of the handle's checks run under Horovod;
+under DDP and FSDP those of what depends on the strategy. `make test-all` adds jobs with all of the handle's checks for
+each strategy, on 2 ranks and on other numbers, and large networks. What differs in the launcher alone is not repeated:
+the launchers have tests of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ HANDLE = (
     f"{_HERE}.checks_checkpoints",
     f"{_HERE}.checks_storage",
 )
-# One mechanism above the transport: in the default run under Horovod and DDP.
+# Of these, what a strategy does itself. The others stand above it, and one strategy shows them.
+HANDLE_OF_EACH = (f"{_HERE}.checks_handle", f"{_HERE}.checks_handle_edges", LOOPS)
+# One mechanism above the transport: in the default run under Horovod.
 MECHANISMS = (f"{_HERE}.checks_compression", f"{_HERE}.checks_local_training")
 POWER_SGD_HOOK = f"{_HERE}.checks_power_sgd_hook"
 NETWORKS = f"{_HERE}.checks_networks"
@@ -56,9 +58,13 @@ class Job:
     own: tuple[str, ...] = ()
     """Modules of checks, or single checks, that come after those which every strategy shares."""
     slow: bool = False
+    handle: tuple[str, ...] | None = None
+    """Those of the handle; None for all where there are two ranks, and in slow jobs."""
 
     @property
     def modules(self) -> tuple[str, ...]:
+        if self.handle is not None:
+            return (*SHARED, *self.handle, *self.own)
         # More ranks have fewer cores than that in most places, and take the longest.
         is_tried = self.ranks == 2 and self.strategy != "ring"
         if not (self.slow or is_tried):
@@ -86,14 +92,20 @@ def run(job: Job, device: str = "cpu", timeout_s: float = 240.0, **env: str) -> 
 JOBS = [
     # The sum of three floats depends on its order, so the hand-written loop is equal bit for bit on 2 and 4 ranks only.
     # The check of the timing is written for two ranks.
-    Job("horovod", "horovodrun-gloo", 2, (BIT_FOR_BIT, BROADCAST, NETWORKS, TIMING, NO_RING, NO_SINGLE)),
+    Job("horovod", "horovodrun-gloo", 2, (BIT_FOR_BIT, BROADCAST, TIMING, NO_RING, NO_SINGLE)),
     Job("horovod", "horovodrun-mpi", 3, (BROADCAST, ENDING)),
-    Job("horovod", "mpirun", 4, (BIT_FOR_BIT,)),
-    Job("ddp", "torchrun", 2, (TIMING, POWER_SGD_HOOK, NO_RING, NO_SINGLE, NO_HOROVOD, ENDING)),
-    Job("fsdp", "torchrun", 2, FSDP),
+    Job(
+        *("ddp", "torchrun", 2, (TIMING, POWER_SGD_HOOK, NO_RING, NO_SINGLE, NO_HOROVOD, ENDING)),
+        handle=(*HANDLE_OF_EACH, f"{_HERE}.checks_handle_drift", f"{_HERE}.checks_checkpoints"),
+    ),
+    Job("fsdp", "torchrun", 2, FSDP, handle=HANDLE_OF_EACH),
     Job("ring", "mpirun", 2, (RING, TIMING, ENDING)),
-    Job("parameter_server", "horovodrun-gloo", 4, (f"{_HERE}.checks_handle", LOOPS, ENDING)),
-    Job("horovod", "mpirun", 3, slow=True),
+    Job("parameter_server", "horovodrun-gloo", 2, (ENDING,), handle=(f"{_HERE}.checks_handle",)),
+    Job("horovod", "mpirun", 3, (NETWORKS,), slow=True),
+    Job("horovod", "mpirun", 4, (BIT_FOR_BIT,), slow=True, handle=()),
+    Job("ddp", "mpirun", 2, slow=True),
+    Job("fsdp", "mpirun", 2, slow=True),
+    Job("parameter_server", "horovodrun-gloo", 4, (ENDING,), slow=True, handle=(f"{_HERE}.checks_handle", LOOPS)),
     Job("ddp", "horovodrun-gloo", 4, (NETWORKS,), slow=True),
     Job("fsdp", "horovodrun-gloo", 4, (f"{_HERE}.checks_fsdp_checkpoints",), slow=True),
     Job("fsdp", "horovodrun-mpi", 3, (*FSDP, NETWORKS), slow=True),

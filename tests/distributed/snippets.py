@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -85,7 +86,8 @@ def check_weights(folder: Path, snippets: Sequence[str], ranks: int) -> None:
 def in_shell(folder: Path, command: str, env: Mapping[str, str] | None = None) -> Outcome:
     """Run a command in `folder` as a user would type it."""
     root_may = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return run_job("python", 1, ["-c", _IN_SHELL, str(folder), command], env={**root_may, **(env or {})})
+    env = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **root_may, **(env or {})}
+    return run_job("python", 1, ["-c", _IN_SHELL, str(folder), command], env=env)
 
 
 def apply_diff(diff: str, script: str) -> str:

@@ -36,13 +36,14 @@ def make_noise(folder: Path) -> RunSettings:
     return RunSettings(data_dir=folder, plain_data_dir=plain, work_dir=folder, epochs=2, timeout_s=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
         ("ours", "limit"),
-        pytest.param(("ours", "ddp"), marks=pytest.mark.slow),
-        pytest.param(("ours", "fabric", "accelerate"), marks=[pytest.mark.needs("peers"), pytest.mark.slow]),
-        pytest.param(WITH_HOROVOD, marks=pytest.mark.slow),
+        ("ours", "ddp"),
+        pytest.param(("ours", "fabric", "accelerate"), marks=pytest.mark.needs("peers")),
+        WITH_HOROVOD,
     ],
 )
 def test_contestants_train_on_two_ranks(tmp_path: Path, names: tuple[str, ...]) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.distributed.checks_checkpoints import Training
 from tests.distributed.harness import Outcome, run_job
@@ -19,10 +18,6 @@ def job(launcher: str, ranks: int, folder: Path, how: str, after: int = -1, stra
     # Ranks with a thread each; what is trained is small.
     script = ["-m", "tests.distributed.job_that_goes_on", str(folder), how, str(after), strategy]
     return run_job(launcher, ranks, script, env={"OMP_NUM_THREADS": "1"})
-
-
-def uninterrupted() -> list[Tensor]:
-    return Training(SingleStrategy(World()), depends_on_ranks=False).train()
 
 
 def test_any_number_of_ranks_goes_on_in_the_middle_of_an_epoch_sharded_or_not(tmp_path: Path) -> None:
@@ -42,7 +37,8 @@ def test_any_number_of_ranks_goes_on_in_the_middle_of_an_epoch_sharded_or_not(tm
             parts = [name for name in load(find(tmp_path)[0]).files if name.startswith("part-")]
             assert len(parts) == (ranks if strategy == "fsdp" else 0)
     assert "world size 1, 9 updates, attempt 4" in outcome.output
-    for weight, other in zip(torch.load(tmp_path / "weights.pt"), uninterrupted(), strict=True):
+    uninterrupted = Training(SingleStrategy(World()), depends_on_ranks=False).train()
+    for weight, other in zip(torch.load(tmp_path / "weights.pt"), uninterrupted, strict=True):
         torch.testing.assert_close(weight, other, rtol=1e-12, atol=1e-14)
 
 

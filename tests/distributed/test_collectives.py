@@ -9,6 +9,7 @@ import pytest
 
 from examples import collectives
 from tests.distributed.harness import run_job
+from tests.requirements import slow
 from trainer import ConfigError
 
 SCRIPT = ["examples/collectives.py", "--device", "cpu"]
@@ -16,11 +17,7 @@ SCRIPT = ["examples/collectives.py", "--device", "cpu"]
 
 @pytest.mark.parametrize(
     ("launcher", "ranks", "libraries"),
-    [
-        ("horovodrun-mpi", 3, {"MPI", "Gloo"}),
-        pytest.param("torchrun", 2, {"Gloo"}, marks=pytest.mark.slow),
-        pytest.param("mpirun", 4, {"MPI", "Gloo"}, marks=pytest.mark.slow),
-    ],
+    [("horovodrun-mpi", 3, {"MPI", "Gloo"}), slow("torchrun", 2, {"Gloo"}), slow("mpirun", 4, {"MPI", "Gloo"})],
 )
 def test_every_call_is_right(launcher: str, ranks: int, libraries: set[str]) -> None:
     outcome = run_job(launcher, ranks, SCRIPT)

@@ -20,7 +20,7 @@ AFTER = {
     "accelerate": "after",
     "lightning-horovod": "lightning_horovod_after",
 }
-PEERS = [pytest.mark.needs("peers"), pytest.mark.slow]
+MARKS = {"horovod": [], "ddp": [pytest.mark.slow]}
 
 
 @cache
@@ -41,7 +41,8 @@ def losses(launcher: str, script: str, *options: str, ranks: int = 2) -> list[fl
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=PEERS if BEFORE[page] == "peers" else ()) for page in BEFORE]
+    "page",
+    [pytest.param(page, marks=MARKS.get(page, [pytest.mark.needs("peers"), pytest.mark.slow])) for page in BEFORE],
 )
 def test_the_losses_are_equal_before_and_after(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ import torch
 from tests.distributed.harness import ROOT, Outcome
 from tests.distributed.pages import PAGES, units
 from tests.distributed.snippets import LAUNCHED, check_weights, in_shell, name_of, write_snippets
+from tests.requirements import slow
 
 # These differ from the others in the launcher alone, under which the checks of `jobs` run.
 VARIANTS = ("horovodrun --gloo", "mpirun", "torchrun")
@@ -35,11 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return train
 
 
-def commands() -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow if name.startswith(VARIANTS) else ()) for name in LAUNCHED]
-
-
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", [slow(name) if name.startswith(VARIANTS) else name for name in LAUNCHED])
 def test_snippets_run_under_every_launcher(trained: Trained, command: str) -> None:
     folder, names, outcome = trained(command)
     assert outcome.code == 0, outcome.output

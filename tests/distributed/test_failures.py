@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 
 from tests.distributed.harness import Outcome, run_job
+from tests.requirements import slow
 
 SCRIPT = ["-m", "tests.distributed.job_that_fails"]
 # How long a job may outlive one of its ranks, beside the time that it takes to start.
 BOUND_S = 30 + 20
-
-
-def slow(*values: object) -> Any:
-    """Values of a parameter that only `make test-all` tries."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def our_lines(outcome: Outcome) -> list[str]:
@@ -54,7 +50,8 @@ def test_a_rank_that_leaves_early_does_not_hang_the_others(launcher: str) -> Non
     run_failing(launcher, "exit")
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", slow("horovodrun-mpi"), slow("horovodrun-gloo")])
+@pytest.mark.slow  # it is an example
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun-mpi", "horovodrun-gloo"])
 def test_a_parameter_server_names_the_rank_that_hangs(launcher: str) -> None:
     outcome = run_failing(launcher, "hang", "parameter_server", env={"TRAINER_PARAMETER_SERVER_TIMEOUT_S": "3"})
     assert any("rank 1 on host" in line and "did not send" in line for line in our_lines(outcome)), outcome.output

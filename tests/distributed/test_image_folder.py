@@ -48,11 +48,6 @@ def test_it_learns_on_any_number_of_ranks(folder: Path, tmp_path: Path, launcher
     losses = losses_in(outcome.output)
     assert list(losses) == [1, 2, 3, 4]
     assert losses[4] < losses[1] - 0.1
-    assert best_of(outcome.output) in find(tmp_path)
-
-
-def best_of(output: str) -> Path:
-    """Return the best checkpoint, as the job has printed it."""
-    best = re.search(r"the best checkpoint is (\S+)", output)
-    assert best is not None, output
-    return Path(best[1])
+    best = re.search(r"the best checkpoint is (\S+)", outcome.output)
+    assert best is not None, outcome.output
+    assert Path(best[1]) in find(tmp_path)

@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 
 from tests.distributed.harness import run_job
+from tests.requirements import slow
 
 _TEXT = ["--bytes", "7000", "--length", "32"]
 OPTIONS = [*_TEXT, "--epochs", "2", "--batch-size", "10", "--accumulate", "4", "--warm-up", "4", "--no-shuffle"]
@@ -20,13 +21,8 @@ def losses(launcher: str, ranks: int, script: str, *options: str, env: Mapping[s
     env = {**(env or {}), "OMP_NUM_THREADS": "1"}  # a second thread costs more than it gains on a busy machine
     outcome = run_job(launcher, ranks, [f"examples/{script}.py", *OPTIONS, *options], env=env)
     assert outcome.code == 0, outcome.output
-    return losses_in(outcome.output)
-
-
-def losses_in(output: str) -> list[float]:
-    """Return the test losses that a run has printed, one an epoch."""
-    found = EPOCH.findall(output)
-    assert [epoch for epoch, _, _ in found] == ["1", "2"], output
+    found = EPOCH.findall(outcome.output)
+    assert [epoch for epoch, _, _ in found] == ["1", "2"], outcome.output
     return [float(loss) for _, loss, _ in found]
 
 
@@ -40,10 +36,7 @@ def plain_losses() -> list[float]:
     ("launcher", "ranks"),
     [
         ("horovodrun-mpi", 2),
-        *(
-            pytest.param(*shape, marks=pytest.mark.slow)
-            for shape in (("python", 1), ("horovodrun-gloo", 2), ("mpirun", 3), ("torchrun", 2))
-        ),
+        *(slow(*shape) for shape in (("python", 1), ("horovodrun-gloo", 2), ("mpirun", 3), ("torchrun", 2))),
     ],
 )
 def test_the_port_has_the_losses_of_plain_pytorch(launcher: str, ranks: int) -> None:

@@ -19,7 +19,7 @@ import pytest
 import trainer
 from benchmarks.launching import PEERS
 from tests import requirements
-from tests.distributed.harness import ROOT, kill_job, marked_environment, processes_of
+from tests.distributed.harness import ROOT, kill_job, marked_environment, processes_of, wait_until
 from tests.distributed.pages import Unit, launching_units
 from tests.terminal import Session, run_on_terminal
 
@@ -47,19 +47,13 @@ class Launches:
             )  # fmt: skip
 
     def wait_for_ranks(self, ranks: int = 2) -> None:
-        deadline = time.monotonic() + _STARTED_S
-        while len(list(self.folder.glob("started-*"))) < ranks:
-            assert time.monotonic() < deadline, "the ranks have not started"
-            time.sleep(0.1)
+        wait_until(lambda: len(list(self.folder.glob("started-*"))) >= ranks, _STARTED_S, lambda: "no ranks")
 
     def check_nothing_is_left(self, seconds: float = 1.0) -> None:
         """Check that all processes, and all files, are gone or go soon."""
         _, left = psutil.wait_procs(processes_of(str(self.folder)), timeout=seconds)
         assert [" ".join(process.cmdline()) for process in left] == []
-        deadline = time.monotonic() + seconds
-        while (files := self.files()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert files == []
+        wait_until(lambda: not self.files(), seconds, lambda: str(self.files()))
 
     def files(self) -> list[str]:
         return [path.name for path in self.temporary.iterdir() if path.name.startswith("trainer-")]

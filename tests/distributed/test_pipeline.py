@@ -38,14 +38,10 @@ def by_one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "ranks", "stages", "replicas"),
-    [
-        ("mpirun", 4, 2, 2),
-        pytest.param("torchrun", 2, 2, 1, marks=pytest.mark.slow),
-        pytest.param("torchrun", 4, 4, 1, marks=pytest.mark.slow),
-        pytest.param("horovodrun-mpi", 2, 2, 1, marks=pytest.mark.slow),
-    ],
+    [("torchrun", 2, 2, 1), ("mpirun", 4, 2, 2), ("torchrun", 4, 4, 1), ("horovodrun-mpi", 2, 2, 1)],
 )
 def test_its_weights_are_those_of_one_process(
     tmp_path: Path,

@@ -14,9 +14,8 @@ from trainer.watch.spans import EXCHANGE, LOADER, WAIT
 STEPS = 3
 
 
-@pytest.mark.parametrize(
-    "launcher", ["horovodrun -np 2 python", pytest.param("torchrun --nproc-per-node 2", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["horovodrun -np 2 python", "torchrun --nproc-per-node 2"])
 def test_a_profiler_shows_what_the_library_does(launcher: str, tmp_path: Path) -> None:
     (script,) = (unit.text for unit in units("python") if unit.page == "docs/trace.md")
     (tmp_path / "train.py").write_text(script)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,19 +11,10 @@ from pathlib import Path
 import pytest
 from scaling.options import parse_args
 
-from tests.distributed.harness import BIN, ROOT
+from tests.distributed.harness import BIN, ROOT, python_path
 from trainer import ConfigError
 
 SCRIPT = "scripts/scaling_test.py"
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, SCRIPT, *arguments], cwd=ROOT, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"},
-        # A shell that runs tests in the background has its children ignore SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -48,15 +38,16 @@ def test_an_option_that_is_not_valid_is_named(
     assert words in str(caught.value)
 
 
-MNIST = ["examples/mnist.py", "--dataset", "digits", "--epochs", "1", "--output", "none"]
-SHORT = ["--hosts", "localhost:2", "--steps", "8", "--repeats", "1"]
-
-
+@pytest.mark.slow  # tests/unit/test_scaling*.py have its parts
 def test_the_whole_of_it_in_a_short_form(tmp_path: Path) -> None:
-    options = ["--batch-size", "40", "--strategies", "ddp", "--scaling", "weak"]
-    process = start(*SHORT, *options, "--output", str(tmp_path), *MNIST)
-    said, progress = process.communicate(timeout=280)
-    assert process.returncode == 0, said + progress
+    options = "--hosts localhost:2 --steps 8 --repeats 1 --batch-size 40 --strategies ddp --scaling weak --output"
+    mnist = "examples/mnist.py --dataset digits --epochs 1 --output none"
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *options.split(), str(tmp_path), *mnist.split()], cwd=ROOT, text=True,
+        capture_output=True, check=False, timeout=280,
+        env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": python_path()},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((tmp_path / "scaling.json").read_text())
     names = {(row["shape"]["per_host"], row["strategy"], row["scaling"]) for row in written["rows"]}
     assert names == {(1, "single", "both"), (2, "ddp", "weak")}
@@ -69,5 +60,5 @@ def test_the_whole_of_it_in_a_short_form(tmp_path: Path) -> None:
     assert set(written["networks"]) == {"ddp"}
     assert len(written["advice"]) == 1
     assert written["tried"] == []
-    assert "1x2 under ddp: efficiency" in said
+    assert "1x2 under ddp: efficiency" in done.stdout
     assert (tmp_path / "scaling.html").stat().st_size > 20_000

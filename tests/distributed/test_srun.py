@@ -8,14 +8,13 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.distributed import jobs
-from tests.distributed.harness import BIN, ROOT, checks_in, run_checks, run_job
+from tests.distributed.harness import BIN, ROOT, checks_in, run_checks, run_job, wait_until
 from tests.distributed.snippets import in_shell
 from tests.distributed.test_libraries import check_libraries
 
@@ -99,12 +98,11 @@ def state_of_the_node(env: dict[str, str]) -> str:
 
 
 def wait_for(folder: Path, what: str, ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not ready():
-        if time.monotonic() > deadline:
-            logs = "\n".join(path.read_text() for path in folder.glob("*.log"))
-            pytest.fail(f"Slurm does not start: {what} is not ready\n{logs[-3000:]}")
-        time.sleep(0.1)
+    def why() -> str:
+        logs = "\n".join(path.read_text() for path in folder.glob("*.log"))
+        return f"Slurm does not start: {what} is not ready\n{logs[-3000:]}"
+
+    wait_until(ready, 60, why)
 
 
 def test_every_shared_check_passes_under_srun(slurm: dict[str, str]) -> None:
@@ -145,7 +143,7 @@ def state_of(job: str, env: dict[str, str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["slurm.sbatch", "slurm-torchrun.sbatch"])
+@pytest.mark.parametrize("name", ["slurm.sbatch", pytest.param("slurm-torchrun.sbatch", marks=pytest.mark.slow)])
 def test_a_job_goes_back_into_the_queue_until_it_is_done(tmp_path: Path, slurm: dict[str, str], name: str) -> None:
     (tmp_path / "train.py").write_text(SAVES_AT_FIRST)
     (tmp_path / "runs").mkdir()
@@ -153,12 +151,10 @@ def test_a_job_goes_back_into_the_queue_until_it_is_done(tmp_path: Path, slurm: 
     outcome = in_shell(tmp_path, f"sbatch {options} python train.py --lr 0.1 'a b'", slurm)
     assert outcome.code == 0, outcome.output
     job, env = outcome.output.split()[-1], dict(os.environ, **slurm)
-    deadline = time.monotonic() + 200
-    while not (ended := re.search(r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT)", state_of(job, env))):
-        assert time.monotonic() < deadline, state_of(job, env)
-        time.sleep(0.5)
+    end = r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT)"
+    wait_until(lambda: re.search(end, state_of(job, env)), 200, lambda: state_of(job, env))
     log = (tmp_path / f"runs/again-{job}.log").read_text()
-    assert ended[1] == "COMPLETED", log
+    assert "JobState=COMPLETED" in state_of(job, env), log
     assert "Restarts=2 " in state_of(job, env)
     assert "TimeLimit=00:10:00 " in state_of(job, env)
     assert "exit code 75: back into the queue" in log

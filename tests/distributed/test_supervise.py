@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.distributed.harness import ROOT, kill_job, marked_environment, processes_of
+from tests.distributed.harness import ROOT, kill_job, marked_environment, processes_of, wait_until
 from tests.terminal import Session, run_on_terminal
 
 pytestmark = pytest.mark.timeout(150)
@@ -25,11 +24,6 @@ pytestmark = pytest.mark.timeout(150)
 WATCHED = "tests.distributed.job_that_is_watched"
 SCRIPT = ROOT / "tests" / "distributed" / "job_that_is_killed.py"
 DEADLINE_S = 90.0
-
-
-def slow(*values: object) -> Any:
-    """Values of a parameter that only `make test-all` tries."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @dataclass(frozen=True)
@@ -78,10 +72,7 @@ class Supervised:
         return [" ".join(process.cmdline()) for process in left]
 
     def wait_for(self, what: Callable[[], object]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not what():
-            assert time.monotonic() < deadline, self._log.read_text(errors="replace")
-            time.sleep(0.1)
+        wait_until(what, DEADLINE_S, lambda: self._log.read_text(errors="replace"))
 
     def has_saved(self) -> bool:
         with suppress(OSError):
@@ -100,21 +91,13 @@ def command(*arguments: str) -> tuple[str, ...]:
     return (sys.executable, str(SCRIPT), *arguments)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "kind", "said"),
-    [
-        # test_faults.py has more.
-        slow("--torchrun", "SIGKILL", "rank 1 on localhost died without a word in update 21"),
-        slow("--gloo", "exit", f"rank 1 on {socket.gethostname()} has ended: its script has reached its end, or "),
-        ("--mpi", "launcher", "horovodrun has ended with code 137 (SIGKILL)"),
-    ],
-)
-def test_a_job_that_loses_a_rank_goes_on(supervised: Supervised, launcher: str, kind: str, said: str) -> None:
-    ended = supervised.run("-np", "2", launcher, *command(kind))
+def test_a_job_that_loses_its_launcher_goes_on(supervised: Supervised) -> None:
+    """test_faults.py has more."""
+    ended = supervised.run("-np", "2", "--mpi", *command("launcher"))
     assert ended.code == 0, ended.output
     first, second = ended.attempts()
     assert first["event"] == "failed"
-    assert first["end"].startswith(said)
+    assert first["end"].startswith("horovodrun has ended with code 137 (SIGKILL)")
     assert second["event"] == "done"
     assert second["updates"][0] in (11, 21)
     assert second["updates"][1] == 40

@@ -38,17 +38,18 @@ def test_a_terminal_gets_a_bar(launcher: str, tmp_path: Path) -> None:
         kill_job(str(tmp_path))
     assert session.code == 0, session.text
     bars = re.findall(
-        r"\r(epoch \d/2): +\d+%\|.*?\| \d+/240 \[00:\d\d<00:\d\d, [ \d.]+ samples/s, loss 0\.\d{4}\]", session.text
+        r"\r(epoch \d/2): +\d+%\|.*?\| \d+/120 \[00:\d\d<00:\d\d, [ \d.]+ samples/s, loss 0\.\d{4}\]", session.text
     )
     assert set(bars) == {"epoch 1/2", "epoch 2/2"}, session.text
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun-mpi", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/unit/test_terminal.py has the lines of one rank
+@pytest.mark.parametrize("launcher", ["horovodrun-mpi", "torchrun"])
 def test_without_a_terminal_there_are_lines(launcher: str) -> None:
     outcome = run_job(launcher, 2, SCRIPT)
     assert outcome.code == 0, outcome.output
     assert "%|" not in outcome.output
     assert "\x1b" not in outcome.output
-    line = r"epoch 1/2: +\d+% \d+/240 \[00:\d\d<00:\d\d, [ \d.]+ samples/s, loss 0\.\d{4}\]\n"
+    line = r"epoch 1/2: +\d+% \d+/120 \[00:\d\d<00:\d\d, [ \d.]+ samples/s, loss 0\.\d{4}\]\n"
     assert re.search(line, outcome.output)
     printed(outcome.output.splitlines(), 2)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.distributed.harness import BIN, MARK, ROOT, kill_job, processes_of
+from tests.distributed.harness import BIN, MARK, ROOT, kill_job, processes_of, python_path
 
 _START_TIMEOUT_S = 60.0
 
@@ -61,8 +61,7 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 def running(command: list[str], folder: Path = ROOT) -> Iterator[Running]:
     """Start a job in a folder, and leave nothing of it behind."""
     with tempfile.TemporaryDirectory(prefix="trainer-security-") as mark:
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(paths)}
+        env = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": python_path(ROOT)}
         env |= {MARK: mark, "TMPDIR": mark, "PYTHONUNBUFFERED": "1"}
         output = Path(mark, "output")
         with output.open("wb") as sink:

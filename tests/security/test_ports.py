@@ -27,6 +27,8 @@ JOBS = {
     "supervised ddp": {"every", "mpi"},
     "hosts": {"every", "torchrun"},
 }
+# Of the ports of the slow ones, the others lack the parameter server's alone.
+MARKS = {"horovodrun-mpi parameter_server": [pytest.mark.slow], "hosts": [pytest.mark.slow, pytest.mark.needs("root")]}
 SECRETS = {"HOROVOD_JOB_SECRET": 64, "HOROVOD_RENDEZVOUS_KEY": 32, "TRAINER_SECRET": 64}
 """What a job has of its own, and how many hexadecimal digits that are."""
 HAS = {
@@ -147,9 +149,7 @@ def look(tmp_path_factory: pytest.TempPathFactory) -> Look:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.needs("root")] * (name == "hosts")) for name in JOBS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in JOBS])
 def test_a_job_listens_where_the_table_says(name: str, look: Look) -> None:
     seen = look(name)
     # Where the host's own name is one for the loopback address, its ports do not show it. On several hosts whose
@@ -163,7 +163,7 @@ def test_a_job_listens_where_the_table_says(name: str, look: Look) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", HAS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in HAS])
 def test_the_secret_is_in_the_ranks_environment_and_on_no_command_line(name: str, look: Look) -> None:
     seen = look(name)
     secrets = {(one, values[one]) for values in seen.environments for one in SECRETS if one in values}
