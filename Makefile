@@ -56,7 +56,7 @@ test-fast: setup  ## Run the tests that start no jobs and wait for nothing, in a
 	@$(IN_VENV) python -m pytest -m "not distributed" -n 3 --dist worksteal $(if $(filter tests/%,$(ARGS)),,tests/unit tests/security) $(ARGS)
 
 test-jobs: setup  ## Run the tests that start jobs, those of `make test` that `make test-fast` leaves out
-	@$(IN_VENV) python -m pytest -m "(distributed or gpu) and not docker and not slow" $(THREE_AT_A_TIME) $(ARGS)
+	@$(IN_VENV) TRAINER_TEST_LIGHTER=1 python -m pytest -m "(distributed or gpu) and not docker and not slow" $(THREE_AT_A_TIME) $(ARGS)
 
 test-security: setup  ## Attack the ports of jobs, also with both published exploits; minutes
 	@$(IN_VENV) python -m pytest tests/security $(ARGS)

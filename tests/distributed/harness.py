@@ -51,8 +51,9 @@ def program(name: str) -> str:
 
 def python_path(*folders: Path) -> str:
     """Return the PYTHONPATH of a job: what makes its ranks start sooner, these folders, and the caller's own."""
+    lighter = [ROOT / "tests" / "lighter"] if "TRAINER_TEST_LIGHTER" in os.environ else []
     own = filter(None, [os.environ.get("PYTHONPATH")])
-    return os.pathsep.join([str(ROOT / "tests" / "lighter"), *map(str, folders), *own])
+    return os.pathsep.join([*map(str, [*lighter, *folders]), *own])
 
 
 def command_for(launcher: str, ranks: int, script: Sequence[str], python: str = sys.executable) -> list[str]:

@@ -2,7 +2,8 @@
 
 Every optimizer of PyTorch imports it, to say what torch.compile shall not trace, and that makes a rank's start twice as
 long. `disable` and `graph_break` mean nothing where nothing is compiled; whatever else is asked of it brings the real
-one. The jobs that start as a user types them (`snippets.in_shell`) do without this file, and so do the trials of hangs.
+one. `make test-jobs` asks for this file (TRAINER_TEST_LIGHTER), and `make test-all` has PyTorch as it is. So have the
+jobs that start as a user types them (`snippets.in_shell`), and the trials of hangs.
 """
 
 from __future__ import annotations
