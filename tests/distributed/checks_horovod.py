@@ -117,7 +117,7 @@ def check_a_table_of_which_a_rank_uses_no_row_or_every_row(strategy: Strategy) -
 def check_complex_and_bfloat16_gradients_keep_their_types(strategy: Strategy) -> None:
     """They are sent in others, and a rank without a gradient sends one in the same."""
     size, rank = strategy.world.size, strategy.world.rank
-    for compression in (None, "fp16", "bf16"):
+    for compression in ("none", "fp16", "bf16"):
         run = init(strategy, compression=compression)
         waves, halves = (nn.Parameter(torch.ones(3, dtype=kind)) for kind in (torch.complex64, torch.bfloat16))
         run.prepare(nn.ParameterList([waves, halves]))

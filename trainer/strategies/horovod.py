@@ -147,7 +147,7 @@ class HorovodSynchronizer(GradientSynchronizer):
         placeholder = self._placeholders[index]
         if index in self._sparse:
             none = torch.empty(1, 0, device=self._device), placeholder.detach()[:0], placeholder.shape
-            rows = torch.sparse_coo_tensor(*none) if gradient is None else gradient.detach()
+            rows = torch.sparse_coo_tensor(*none, check_invariants=False) if gradient is None else gradient.detach()
             placeholder.grad = rows if rows.is_sparse else rows.to_sparse(1)  # dense if another layer has the weight
         elif gradient is None:
             # A sum is a negative zero where all of its terms are. That tells parameters without a gradient on any rank
