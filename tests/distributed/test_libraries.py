@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.launching import PEERS
 from tests.distributed.harness import run_job
-from tests.requirements import slow
 
 pytestmark = pytest.mark.needs("peers")
 
@@ -29,10 +28,7 @@ def check_libraries(launcher: str, *options: str, env: Mapping[str, str] | None 
     ]
 
 
-# The ring under mpirun, and srun's own test, are the other launchers of the default run.
-@pytest.mark.parametrize(
-    "launcher", ["horovodrun-gloo", *(slow(one) for one in ("horovodrun-mpi", "mpirun", "torchrun"))]
-)
+@pytest.mark.parametrize("launcher", ["horovodrun-mpi", "horovodrun-gloo", "mpirun", "torchrun"])
 def test_metrics_datasets_and_collectives_see_all_ranks(launcher: str) -> None:
     check_libraries(launcher)
 
@@ -41,6 +37,5 @@ def test_strategies_of_ones_own_have_the_group_as_well() -> None:
     check_libraries("mpirun", env={"TRAINER_TEST_STRATEGY": "examples.strategies.ring:RingStrategy"})
 
 
-@pytest.mark.slow
 def test_a_group_that_the_script_has_made_is_taken(tmp_path: Path) -> None:
     check_libraries("horovodrun-mpi", "--own-group", env={"TRAINER_TEST_STORE": str(tmp_path / "store")})
