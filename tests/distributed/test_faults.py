@@ -17,10 +17,11 @@ from tests.faults.job_trials import LAUNCHERS, Trial, Trials, draw
 pytestmark = pytest.mark.timeout(300)
 
 # The default run has each way of ending in one form. These end a rank, as "killed during a save" does; `test_hangs`
-# has a rank that is stopped, `test_supervise` a launcher that is killed, and `test_launch` a caller of it.
+# has a rank that is stopped, `test_supervise` a launcher that is killed, `test_launch` a caller of it, and
+# `test_checkpoints` a notice of preemption.
 VARIANTS = (
     *("SIGKILL to a rank", "SIGSTOP to a rank", "exception", "launcher killed", "killed before the first update"),
-    "supervisor killed",
+    *("supervisor killed", "SIGUSR2 to the supervisor"),
 )
 
 
