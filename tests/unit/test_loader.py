@@ -176,6 +176,16 @@ def test_a_step_counts_the_samples_that_were_loaded_and_a_padding_batch_is_known
     ]
 
 
+def test_a_view_of_a_batch_is_known_for_it_though_others_were_drawn_since() -> None:
+    loader = ShardedLoader(InMemory(torch.ones(7, 2), torch.zeros(7)), 2, world=world(0, 2))
+    batches = Batches(loader.world, 1, GlobalBatch(lambda tensor: tensor))
+    loader.observers.append(batches)
+    first, second = loader.steps()
+    assert (first.weight, second.weight) == (1.0, pytest.approx(4 / 3))
+    batches.on_forward((first.batch[0].view(1, 4),))
+    assert batches.current.weight == 1.0
+
+
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_going_through_an_epoch_draws_no_random_numbers_from_the_model(in_memory: bool) -> None:
     # Dropout takes its masks from the same generator: it must not depend on where the samples come from.
