@@ -181,7 +181,7 @@ def test_a_view_of_a_batch_is_known_for_it_though_others_were_drawn_since() -> N
     batches = Batches(loader.world, 1, GlobalBatch(lambda tensor: tensor))
     loader.observers.append(batches)
     first, second = loader.steps()
-    assert (first.weight, second.weight) == (1.0, pytest.approx(4 / 3))
+    assert first.weight == 1.0 < second.weight
     batches.on_forward((first.batch[0].view(1, 4),))
     assert batches.current.weight == 1.0
 
