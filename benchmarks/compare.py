@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from benchmarks.launching import has_peers
 from benchmarks.machine import describe_machine, load
 from benchmarks.workloads import TUTORIAL, mnist_folder
 from examples.datasets.mnist import FILES
-from trainer.errors import ConfigError
+from trainer.files import check_writable
 from trainer.ops.processes import INTERRUPTS, interrupt_on
 from trainer.watch.failure import report_failures
 
@@ -96,8 +95,7 @@ def main() -> int:
     args = parse_args()
     interrupt_on(*INTERRUPTS)
     folder = mnist_folder(args.data_dir.resolve()) if TUTORIAL in args.networks else None
-    if args.json.is_dir() or not os.access(args.json.parent, os.W_OK):
-        raise ConfigError(f"{args.json} cannot be written")
+    check_writable(args.json)
     machine = describe_machine() | {"load before": f"{load():.1f}"}
     with tempfile.TemporaryDirectory(prefix="trainer-bench-") as work:
         plain = Path(work, "plain")

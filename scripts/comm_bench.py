@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import statistics
 import sys
 import time
@@ -39,6 +38,7 @@ from trainer.cluster.output import print_line
 from trainer.cluster.rendezvous import Rendezvous
 from trainer.cluster.world import World, current_world
 from trainer.errors import ConfigError
+from trainer.files import check_writable
 from trainer.tuning import tune
 from trainer.tuning.host import share_machine
 from trainer.watch.failure import report_failures
@@ -53,18 +53,12 @@ _SIDE = 64
 """Of the matrices that are multiplied: a product takes less than a hundredth of a step, and fits a core's cache."""
 
 
-def _check_can_be_written(*files: Path | None) -> None:
-    for file in filter(None, files):
-        if file.is_dir() or not os.access(file.parent, os.W_OK):
-            raise ConfigError(f"{file} cannot be written")
-
-
 def main() -> int:
     report_failures()
     options = _parse_options()
     world = current_world(options.device)
-    if world.is_root:
-        _check_can_be_written(options.json, options.plot)
+    for file in filter(None, (options.json, options.plot) if world.is_root else ()):
+        check_writable(file)
     tune(world)
     torch.set_num_threads(1)
     rendezvous = Rendezvous(world)

@@ -21,7 +21,6 @@ import argparse
 import importlib.util
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -39,6 +38,7 @@ from scaling.results import Results
 from scaling.runs import Run
 
 from trainer.errors import TrainerError
+from trainer.files import check_writable
 from trainer.ops.processes import INTERRUPTS, interrupt_on
 from trainer.tuning.host import host_cores
 from trainer.watch.failure import report_failures
@@ -69,8 +69,7 @@ def main() -> int:
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # where it can be made, the results can be written
-            pass
+        check_writable(folder / "scaling.json")
     except OSError as error:
         raise TrainerError(f"--output {folder} cannot be written: {error.strerror or error}") from None
 

@@ -58,13 +58,17 @@ def test_an_invalid_option_is_one_line(
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "expected", "left_out"),
     [
         ("horovodrun-mpi", {"MPI", "ring", "Gloo", "parameter server", "Horovod over MPI"}, {"nccl"}),
-        ("horovodrun-gloo", {"Gloo", "parameter server", "Horovod over Gloo"}, {"mpi", "ring", "nccl"}),
-        ("torchrun", {"Gloo", "parameter server"}, {"mpi", "ring", "nccl", "horovod"}),
+        pytest.param(
+            *("horovodrun-gloo", {"Gloo", "parameter server", "Horovod over Gloo"}, {"mpi", "ring", "nccl"}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("torchrun", {"Gloo", "parameter server"}, {"mpi", "ring", "nccl", "horovod"}), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_every_available_transport_sums_correctly(
