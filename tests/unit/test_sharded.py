@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from trainer.errors import ConfigError
 from trainer.models.sharded import local_part, shard_like
 
 RANKS = 6
@@ -63,3 +66,16 @@ def test_a_ranks_part_lies_where_pytorch_says(
                 assert part.offset == tuple(expected.offsets)
                 seen[box] += 1
     assert torch.equal(seen, torch.ones(shape))
+
+
+def test_a_part_that_is_no_box_is_refused() -> None:
+    """As under tensor parallelism beneath fully_shard: its rows are not consecutive."""
+    strided: Any = SimpleNamespace(
+        shape=torch.Size([4]),
+        dim=lambda: 1,
+        placements=(_StridedShard(0, split_factor=2),),
+        device_mesh=SimpleNamespace(shape=(2,), get_coordinate=lambda: [1]),
+        to_local=lambda: torch.ones(2),
+    )
+    with pytest.raises(ConfigError, match=r"valid for checkpoints are Shard and Replicate$"):
+        local_part(strided)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.errors import ConfigError
+
 TensorPath = tuple[Any, ...]
 """The keys and indices that lead from the outermost container to a value."""
 
@@ -88,6 +90,8 @@ def _local_box(sharded: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     mesh = sharded.device_mesh
     for placement, ranks, rank in zip(sharded.placements, mesh.shape, mesh.get_coordinate(), strict=True):
         if not placement.is_replicate():
+            if not placement.is_shard():  # a strided shard is no box: tensor parallelism beneath fully_shard
+                raise ConfigError(f"a tensor is placed as {placement}; valid for checkpoints are Shard and Replicate")
             length = -(-shape[placement.dim] // ranks)
             begin = min(rank * length, shape[placement.dim])
             offset[placement.dim] += begin
