@@ -128,14 +128,15 @@ def count_samples(value: Any) -> int | None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a batch, or in a model's inputs, in their order; in the containers that `move` searches."""
-    waiting, seen = [value], set()
+    """Yield the tensors in a batch or in inputs, in their order; mappings, lists and dataclasses are searched."""
+    waiting: list[Any] = [value]
+    seen: dict[int, Any] = {}  # with the containers, so that none is freed and another gets its id
     while waiting:
         part = waiting.pop()
         if isinstance(part, Tensor):
             yield part
         elif id(part) not in seen:  # an input may be any object, and refer to itself
-            seen.add(id(part))
+            seen[id(part)] = part
             if isinstance(part, list | tuple):
                 waiting.extend(reversed(part))
             elif isinstance(part, Mapping):
