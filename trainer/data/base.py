@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from trainer.cluster.world import World, current_world
 from trainer.data.batches import Counted, collate, start_worker
 from trainer.errors import ConfigError, TrainerError
-from trainer.watch.heartbeat import report_phase
-from trainer.watch.spans import LOADER, each_in_span
+from trainer.watch.heartbeat import loading, report_phase
 
 
 @dataclass(slots=True)  # not frozen, which would make it three times as slow to make, and each step makes a Step
@@ -288,7 +287,7 @@ class Loader(ABC):
         observers, was_left = (*self.observers,), False
         try:
             is_known = self._weigh_by is None and not self._must_count
-            for step in each_in_span(LOADER, self._all_steps() if is_known else self._weighed_steps()):
+            for step in loading(self._all_steps() if is_known else self._weighed_steps()):
                 for observer in observers:
                     observer.drawn(self, step)
                 report_phase("training")
@@ -309,7 +308,7 @@ class Loader(ABC):
     def _evaluation(self) -> Iterator[Step]:
         observers = (*self.observers,)
         try:
-            for step in each_in_span(LOADER, self._evaluation_steps()):
+            for step in loading(self._evaluation_steps()):
                 report_phase("evaluation")
                 for observer in observers:
                     observer.evaluated(self, step)

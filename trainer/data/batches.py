@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from trainer.data.shard_plan import mix_seeds
-from trainer.watch.heartbeat import loading
 
 
 @dataclass(slots=True)
@@ -61,8 +60,7 @@ def batches_of(data_loader: DataLoader[Any], *seeds: int) -> Iterator[Counted]:
     """Return the batches of an epoch, whose workers draw random numbers from the seeds. Starts the workers."""
     data_loader.generator.manual_seed(mix_seeds(*seeds))
     with usr2_blocked():
-        batches = iter(data_loader)
-    return loading(batches)
+        return iter(data_loader)
 
 
 @contextmanager

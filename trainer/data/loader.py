@@ -200,11 +200,9 @@ class ShardedLoader(Loader):
         epoch = self._begin_epoch()
         plan = self._plan_from(start)
         for step, loaded in enumerate(self._load(epoch, self._shards(plan))):
-            shard = plan.shard(step, rank)
-            count = self._samples_of(loaded) if shard.stop > shard.start else 0
-            if epoch.bounds is None:
-                weight = plan.weight(step, rank)
-            else:
+            weight = plan.weight(step, rank)
+            count = self._samples_of(loaded) if weight else 0  # only a padding batch has weight 0
+            if epoch.bounds is not None:
                 weight = count * plan.world_size / epoch.count(plan.update(step))
             taken = min(plan.start + (step + 1) * plan.step_size, plan.samples)
             yield Step(loaded.batch, count, weight, plan.closes_update(step), number, taken)
@@ -250,7 +248,8 @@ class ShardedLoader(Loader):
         lists = (keys.tolist() if isinstance(keys, Tensor) else keys for keys in epoch.batches(shards))
         self._indices.epoch = (keys[0] for keys in lists) if self._is_ready else lists
         for loaded in batches_of(self._data_loader, self.seed, self.epoch, self.world.rank):
-            yield Counted(loaded.count, move(loaded.batch, self.world.device))
+            loaded.batch = move(loaded.batch, self.world.device)
+            yield loaded
 
     def _cut(self, dataset: InMemory, batches: Iterable[Tensor | list[Any]]) -> Iterator[Counted]:
         inputs, targets, transform = dataset.inputs, dataset.targets, dataset.transform

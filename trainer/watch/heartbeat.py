@@ -26,9 +26,10 @@ from contextlib import contextmanager, suppress
 from ctypes import c_bool, c_char, c_double, c_int64
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from trainer.watch.job_folder import SIGTERM, is_ours, job_folder
+from trainer.watch.spans import LOADER, span
 
 PREEMPTED, DONE = "preempted", "done"
 """Phases of a rank that has ended its work, and is to be started again, or is not."""
@@ -48,6 +49,8 @@ _READINGS = 20
 """How often a reader tries to get a consistent copy."""
 _WHAT_BYTES = 48
 _NONE_LEFT = object()
+
+Item = TypeVar("Item")
 
 
 class State:
@@ -339,21 +342,22 @@ def _noting(method: Callable[..., Any], what: str) -> Callable[..., Any]:
     return call
 
 
-def loading(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches, and note that this rank waits for its data while it draws one."""
+def loading(batches: Iterable[Item]) -> Iterator[Item]:
+    """Yield the batches, and note that this rank waits for its data while it draws one; a profiler shows it as well."""
     iterator = iter(batches)
     while True:
         record = _writable()
         if record is not None:
             record.set(State.LOADER, b"data", 0)
         try:
-            batch = next(iterator, _NONE_LEFT)
+            with span(LOADER):
+                batch = next(iterator, _NONE_LEFT)
         finally:
             if record is not None and record.state != State.FAILED:
                 record.set(State.BETWEEN, b"", 0)
         if batch is _NONE_LEFT:
             return
-        yield batch
+        yield batch  # type: ignore[misc]  # the sentinel has gone
 
 
 def report_step(updates: int, *, is_new: bool) -> None:
@@ -362,15 +366,17 @@ def report_step(updates: int, *, is_new: bool) -> None:
     Args:
         is_new: whether this step has completed another update.
     """
-    if (record := _writable()) is None:
+    record: Any = _writable()
+    if record is None:
         return
-    values: dict[str, Any] = {"steps": record.steps + 1, "events": record.events + 1}
+    record.version = version = record.version | 1
+    record.steps += 1
+    record.events += 1
     if is_new:
-        now = time.monotonic()
-        values |= {"updates": updates, "progress_s": now, "reports": 0}
+        record.updates, record.progress_s, record.reports = updates, time.monotonic(), 0
         if not record.first_update:
-            values |= {"first_update": updates, "first_update_s": now}
-    record.put(**values)
+            record.first_update, record.first_update_s = updates, record.progress_s
+    record.version = version + 1
 
 
 def report_phase(phase: str) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
 
 from torch.autograd import profiler
 
@@ -12,22 +10,9 @@ EXCHANGE, WAIT, LOADER, CHECKPOINT = (f"trainer: {name}" for name in ("exchange"
 """The exchange of gradients after a backward pass; within it, the wait for other ranks' gradients; the drawing of a
 batch; and the part of a checkpoint that the training waits for."""
 _NO_SPAN = nullcontext()
-_NONE_LEFT = object()
-
-Item = TypeVar("Item")
 
 
 def span(name: str) -> AbstractContextManager[object]:
     """Return a context that shows under this name where torch's profiler runs, and does nothing elsewhere."""
     # Without a profiler, record_function takes 6 µs, and this flag 0.06.
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NO_SPAN
-
-
-def each_in_span(name: str, items: Iterator[Item]) -> Iterator[Item]:
-    """Yield the items, with a span around the drawing of each."""
-    while True:
-        with span(name):
-            item = next(items, _NONE_LEFT)
-        if item is _NONE_LEFT:
-            return
-        yield item  # type: ignore[misc]  # the sentinel has gone
