@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -86,6 +87,8 @@ def move(value: Any, device: torch.device) -> Any:
     mappings that can be changed, and dataclasses are searched, at any depth; if something in a container has
     moved, the result has a copy of the container. Everything else stays as it is.
     """
+    if device.type == "cpu" and not _has_accelerator():
+        return value
 
     def moved(part: Any) -> Any:
         if isinstance(part, Tensor | PackedSequence):  # a packed sequence's batch_sizes stay on the CPU
@@ -94,6 +97,11 @@ def move(value: Any, device: torch.device) -> Any:
         return part.to(device) if _has(part, "to") else None
 
     return _replace(value, moved)
+
+
+@cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
 
 
 def pin(value: Any) -> Any:
