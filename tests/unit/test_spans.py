@@ -9,7 +9,6 @@ from torch.profiler import profile
 
 from tests.unit.small_trainings import close_all, start, train
 from trainer.watch import spans
-from trainer.watch.heartbeat import loading
 
 
 def test_a_profiler_shows_each_batch_and_each_checkpoint(tmp_path: Path) -> None:
@@ -26,4 +25,4 @@ def test_a_profiler_shows_each_batch_and_each_checkpoint(tmp_path: Path) -> None
 def test_without_a_profiler_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch.autograd.profiler.record_function")
     with spans.span(spans.WAIT):
-        assert list(loading([1, 2])) == [1, 2]
+        assert list(spans.loading([1, 2])) == [1, 2]

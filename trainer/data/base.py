@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from trainer.cluster.world import World, current_world
 from trainer.data.batches import Counted, collate, start_worker
 from trainer.errors import ConfigError, TrainerError
-from trainer.watch.heartbeat import loading, report_phase
+from trainer.watch.heartbeat import report_phase
+from trainer.watch.spans import loading
 
 
 @dataclass(slots=True)  # not frozen, which would make it three times as slow to make, and each step makes a Step
@@ -356,7 +357,7 @@ def is_stream(dataset: Any) -> bool:
     Raises `ConfigError` for a DataLoader, whose batches would be taken for samples.
     """
     if isinstance(dataset, DataLoader):
-        raise ConfigError("a loader takes a dataset, and makes the DataLoader itself; give it loader.dataset")
+        raise ConfigError("a loader takes a dataset; run.prepare takes a DataLoader")
     if isinstance(dataset, IterableDataset):
         return True
     is_indexed = getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)  # the latter raises

@@ -169,6 +169,8 @@ class ShardedLoader(Loader):
         state = super().state_dict()
         if state["taken"] and self._order.drawn is not None:
             state |= {"units": self.plan.samples, "drawn": self._order.drawn}
+        if self._order.own is not None:
+            state["generators"] = self._order.own.states(is_within=self.taken > 0)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -176,6 +178,8 @@ class ShardedLoader(Loader):
         if "drawn" in state:
             self._order.expect(state["drawn"])
             self._plan_for(state["units"])
+        if self._order.own is not None:
+            self._order.own.load_states(state["generators"])
 
     def _position_depends_on(self, is_within: bool) -> dict[str, Any]:
         return {"samples": self.dataset_length, "shuffle": self._order.description, "seed": self._given_seed}

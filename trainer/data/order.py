@@ -1,7 +1,8 @@
 """The order of an epoch's samples or batches, which is the same on every rank.
 
 What a sampler draws depends only on the seed and the epoch, never on what was drawn before. So an epoch that was
-interrupted can be drawn again.
+interrupted can be drawn again. The sampler of a script's own DataLoader goes on with its generators instead, whose
+states at the beginning of an epoch are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from trainer.data.base import Group
 from trainer.data.permutation import Permutation
@@ -123,6 +124,12 @@ class EpochOrder:
             if self.units == 0:
                 raise ConfigError(f"the batch sampler, {type(batch_sampler).__name__}, has no batches")
 
+    @property
+    def own(self) -> OwnOrder | None:
+        """The order of a script's own DataLoader, if it has generators."""
+        drawn_by = self._sampler or self._batch_sampler
+        return drawn_by if isinstance(drawn_by, OwnOrder) else None
+
     def expect(self, drawn: list[int] | None) -> None:
         """Compare the next draw with that of an interrupted run, given as its `drawn`."""
         self.drawn = self._expected = drawn
@@ -198,17 +205,57 @@ def draw(sampler: Iterable[Any], *, epoch: int, seed: int) -> list[Any]:
     """Return what a sampler, or a batch sampler, draws in an epoch.
 
     `seed` and `epoch` determine all its random numbers: the generators that it or a sampler within it holds are seeded,
-    and so are the global generators of Python, NumPy and PyTorch, whose states are restored afterwards. `set_epoch` is
-    called on each of these samplers that has it.
+    unless it is an `OwnOrder`, and so are the global generators of Python, NumPy and PyTorch, whose states are restored
+    afterwards. `set_epoch` is called on each of these samplers that has it.
     """
     mixed = mix_seeds(seed, epoch)
     with _seeded(mixed):
         for number, inner in enumerate(samplers_in(sampler)):
             if callable(getattr(inner, "set_epoch", None)):
                 inner.set_epoch(epoch)
-            for held in _held_by(inner).values():
+            for held in _held_by(inner).values() if not isinstance(sampler, OwnOrder) else ():
                 _seed(held, (mixed + number) % 2**63)
         return list(sampler)
+
+
+class OwnOrder:
+    """What a DataLoader draws with generators of its own: they go on from epoch to epoch, as in a single process.
+
+    Args:
+        sampler: the DataLoader's sampler or batch sampler.
+    """
+
+    def __init__(self, loader: DataLoader[Any], sampler: Any) -> None:
+        self.sampler, self._generator, self._persists = sampler, loader.generator, loader.persistent_workers
+        held = [*generators_in(sampler), *([self._generator] if self._generator is not None else [])]
+        self._generators = list({id(generator): generator for generator in held}.values())
+        self._at_start: list[Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        is_first, self._at_start = self._at_start is None, self.states(is_within=False)
+        if self._generator is not None and (is_first or not self._persists):
+            torch.empty((), dtype=torch.int64).random_(generator=self._generator)  # DataLoader seeds its workers by it
+        return iter(self.sampler)
+
+    def states(self, *, is_within: bool) -> list[Tensor]:
+        """Return the generators' states, or if `is_within` an epoch those at its beginning."""
+        if is_within and self._at_start is not None:
+            return self._at_start
+        return [generator.get_state() for generator in self._generators]
+
+    def load_states(self, states: Sequence[Tensor]) -> None:
+        """Go on with `states`."""
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+
+def generators_in(sampler: Any) -> list[torch.Generator]:
+    """Return the generators of PyTorch that a sampler holds, or a sampler within it."""
+    held = (value for inner in samplers_in(sampler) for value in _held_by(inner).values())
+    return [value for value in held if isinstance(value, torch.Generator)]
 
 
 def samplers_in(sampler: Any) -> list[Any]:

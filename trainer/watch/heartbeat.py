@@ -26,10 +26,9 @@ from contextlib import contextmanager, suppress
 from ctypes import c_bool, c_char, c_double, c_int64
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from trainer.watch.job_folder import SIGTERM, is_ours, job_folder
-from trainer.watch.spans import LOADER, span
 
 PREEMPTED, DONE = "preempted", "done"
 """Phases of a rank that has ended its work, and is to be started again, or is not."""
@@ -48,9 +47,6 @@ _HEAD = re.compile(rb"trainer-heartbeat ([1-9][0-9]{0,6})\n")
 _READINGS = 20
 """How often a reader tries to get a consistent copy."""
 _WHAT_BYTES = 48
-_NONE_LEFT = object()
-
-Item = TypeVar("Item")
 
 
 class State:
@@ -286,7 +282,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _writable() -> Record | None:
+def writable() -> Record | None:
     """Return the record in the thread that has made it; None without one, and in other threads."""
     return _record if _record is not None and _record.thread == threading.get_ident() else None
 
@@ -300,7 +296,7 @@ def waits(what: str, elements: int = 0, *, counts: bool = False) -> Iterator[Non
         elements: how many the tensor has; 0 if that may differ between ranks.
         counts: whether it is a counted collective, in which all ranks take part.
     """
-    record = _writable()
+    record = writable()
     if record is None or record.state == State.WAITING:
         if record is not None:
             record.events += 1  # progress: a part of the wait has begun
@@ -342,31 +338,13 @@ def _noting(method: Callable[..., Any], what: str) -> Callable[..., Any]:
     return call
 
 
-def loading(batches: Iterable[Item]) -> Iterator[Item]:
-    """Yield the batches, and note that this rank waits for its data while it draws one; a profiler shows it as well."""
-    iterator = iter(batches)
-    while True:
-        record = _writable()
-        if record is not None:
-            record.set(State.LOADER, b"data", 0)
-        try:
-            with span(LOADER):
-                batch = next(iterator, _NONE_LEFT)
-        finally:
-            if record is not None and record.state != State.FAILED:
-                record.set(State.BETWEEN, b"", 0)
-        if batch is _NONE_LEFT:
-            return
-        yield batch  # type: ignore[misc]  # the sentinel has gone
-
-
 def report_step(updates: int, *, is_new: bool) -> None:
     """Note a step of an optimizer, and the number of updates that this rank has completed. Takes a microsecond or two.
 
     Args:
         is_new: whether this step has completed another update.
     """
-    record: Any = _writable()
+    record: Any = writable()
     if record is None:
         return
     record.version = version = record.version | 1
@@ -386,7 +364,7 @@ def report_phase(phase: str) -> None:
     """
     if _record is not None:
         _record.put(phase=phase, reports=_record.reports + 1, progress_s=time.monotonic())
-        if (record := _writable()) is not None:
+        if (record := writable()) is not None:
             record.events += 1
 
 
@@ -412,7 +390,7 @@ def report_failure(kind: str, message: str, rank: int, collective: str = "") -> 
     report_join(rank)
     if _record is not None:
         _record.put(error=kind, message=message)
-    if (record := _writable()) is None:
+    if (record := writable()) is None:
         return False
     if collective and record.state == State.BETWEEN:
         record.fail(collective.encode()[:_WHAT_BYTES])
@@ -421,7 +399,7 @@ def report_failure(kind: str, message: str, rank: int, collective: str = "") -> 
 
 def _note_end() -> None:
     """Note, as Python exits, that the script has come to its end, unless an exception has ended it."""
-    if getattr(sys, "last_type", None) is None and (record := _writable()) is not None:
+    if getattr(sys, "last_type", None) is None and (record := writable()) is not None:
         record.put(is_at_end=True, events=record.events + 1)
 
 
