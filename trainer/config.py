@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
 
 from trainer.errors import ConfigError
 
@@ -178,6 +178,22 @@ class RunConfig(_Checked):
         """The rank that compression powersgd approximates gradients by; None without it."""
         match = _POWERSGD.fullmatch(str(self.compression))
         return int(match[1] or _POWERSGD_RANK) if match else None
+
+
+class RunSettings(TypedDict, total=False):
+    """The fields of `RunConfig` one by one, so that an editor completes them and a type checker knows their names."""
+
+    accumulate: int
+    precision: str
+    compression: str
+    full_updates: int
+    sync_every: int
+    seed: int
+    sync_batch_norm: bool
+    compile: bool
+    device: str
+    hang_timeout_s: float | None
+    fsdp: FsdpConfig
 
 
 @dataclass(frozen=True, kw_only=True)

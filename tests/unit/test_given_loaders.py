@@ -16,6 +16,7 @@ from trainer.data.base import Loader
 from trainer.data.given import arguments_from
 
 DATA: Any = [*range(53)]
+ROWS: Any = [*torch.arange(53)[:, None]]
 
 
 def generator() -> torch.Generator:
@@ -40,7 +41,7 @@ KINDS: dict[str, Callable[[], DataLoader[Any]]] = {
     "with workers that stay": lambda: DataLoader(
         DATA, 8, shuffle=True, generator=generator(), num_workers=1, persistent_workers=True
     ),
-    "without batches": lambda: DataLoader([*torch.arange(53)[:, None]], None, shuffle=True, generator=generator()),
+    "without batches": lambda: DataLoader(ROWS, None, shuffle=True, generator=generator()),
 }
 
 
