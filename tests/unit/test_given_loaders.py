@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ def test_each_epoch_is_that_of_the_data_loader(kind: str) -> None:
     for _ in range(3):
         assert [batch.tolist() for batch in prepared] == [torch.as_tensor(batch).tolist() for batch in given]
     assert len(prepared) == len(given)
+    del given, prepared
+    gc.collect()  # and their workers
 
 
 def test_without_a_generator_the_order_follows_seed_and_epoch() -> None:

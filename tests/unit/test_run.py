@@ -106,7 +106,7 @@ def test_a_loader_that_cannot_be_made_says_why(arguments: dict[str, Any], messag
 
 
 def test_a_data_loader_is_not_taken_for_a_dataset() -> None:
-    with pytest.raises(ConfigError, match="makes the DataLoader itself"):
+    with pytest.raises(ConfigError, match="takes a dataset; run"):
         init("single").loader(torch.utils.data.DataLoader(Words()), 1)
 
 
