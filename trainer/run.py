@@ -439,8 +439,11 @@ class Run:
     def save(self, value: Any, path: str | Path) -> None:
         """Save a value by `torch.save` on rank 0, whole or not at all; other ranks return at once.
 
+        The state of a model goes into a file `….safetensors` in that format, with all its names.
+
         Raises:
             TrainerError: rank 0 cannot write it.
+            ConfigError: what `….safetensors` is for is no state of a model, or the package is not installed.
         """
         if self.is_root:
             save_atomically(Path(path), value)

@@ -40,9 +40,7 @@ def test_every_name_of_a_state_is_there_and_readers_know_the_framework(tmp_path:
 
 @pytest.mark.parametrize("value", [{"epoch": 3, "weight": torch.ones(1)}, {"model": {}}, torch.ones(1), [1]])
 def test_what_is_no_state_of_a_model_is_refused(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"model\.safetensors is for the state of a model, whose values are all tensors"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.safetensors is for the state of a model, whose values are all"):
         init("single").save(value, tmp_path / "model.safetensors")
     assert list(tmp_path.iterdir()) == []
 

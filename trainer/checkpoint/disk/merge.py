@@ -12,8 +12,8 @@ from trainer.errors import ConfigError, DataError
 from trainer.files import save_atomically
 
 _DESCRIPTION = (
-    "Write the whole state of a checkpoint into one file, for torch.load(FILE, weights_only=True); or its model's weights "
-    "into FILE.safetensors."
+    "Write the whole state of a checkpoint into one file, for torch.load(FILE, weights_only=True); or its model's "
+    "weights into FILE.safetensors."
 )
 
 
