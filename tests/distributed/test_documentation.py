@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import manual
 import pytest
 import torch
 
@@ -64,3 +65,31 @@ def test_links_lead_somewhere(page: str) -> None:
         if heading:
             headings = re.findall(r"^#+ (.+)", target.read_text(), re.MULTILINE)
             assert heading in [re.sub(r"[^\w-]", "", title.lower().replace(" ", "-")) for title in headings], link
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('<script src="https://unpkg.com/iframe-worker/shim">', "https://unpkg.com/iframe-worker/shim"),
+        ("<img alt=x src=//a.org/b.png>", "//a.org/b.png"),
+        ('<link rel="stylesheet" href="http://a.org/b.css">', "http://a.org/b.css"),
+        ("@font-face { src: url('https://a.org/b.woff') }", "https://a.org/b.woff"),
+        ('<pre class="x mermaid">', 'class="x mermaid'),
+        ('<a href="https://a.org">a</a><script src="./a.js"></script><code>wget https://a.org</code>', ""),
+    ],
+)
+def test_the_site_has_all_that_it_loads(text: str, found: str) -> None:
+    """`make docs` ends with an error otherwise."""
+    assert manual.loaded_from_elsewhere(text) == found
+
+
+def test_the_site_shows_a_notebook_as_one_reads_it() -> None:
+    shown = manual._show(ROOT / "examples" / "notebook.ipynb")
+    assert shown.startswith("# MNIST on two processes")
+    assert "````python\nresults = trainer.launch(train, epochs, np=2)\n````" in shown
+    assert "cell_type" not in shown
+
+
+@pytest.mark.parametrize("words", ["mixed precision"])
+def test_words_that_people_search_for_are_in_the_manual(words: str) -> None:
+    assert any(words in " ".join((ROOT / page).read_text().lower().split()) for page in PAGES)
