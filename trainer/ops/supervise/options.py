@@ -104,7 +104,7 @@ class _Parser(argparse.ArgumentParser):
         # A subcommand would leave an unknown option to the command above it, whose --help does not tell of it.
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            valid = re.findall(r"(?<!\S)--?[a-zH][a-z-]*", self.format_help())
+            valid = re.findall(r"(?:\s|m)(--?[a-zH][a-z-]*)", self.format_help())  # an m ends a colour
             self.error(f"no such option: {' '.join(unknown)}{did_you_mean(unknown[0].partition('=')[0], valid)}")
         for name, value in vars(parsed).items():
             if name != "command" and value in ([], "--"):  # of `--name=--` older Pythons make an empty list
