@@ -74,7 +74,7 @@ def write_snippets(folder: Path, *, with_plain_loop: bool = False) -> list[str]:
 def _scripts(kind: str) -> list[Unit]:
     """Return the blocks that are scripts which train; those of some pages have tests of their own."""
     # What docs/coming-from-*.md show are parts of files, which test_coming_from.py runs.
-    is_elsewhere = ("docs/coming-from-", RECIPES, HUGGING_FACE)
+    is_elsewhere = ("docs/coming-from-", "docs/recipes.md", RECIPES, HUGGING_FACE)
     return [unit for unit in units(kind) if not unit.page.startswith(is_elsewhere) and unit not in launching_units()]
 
 
