@@ -212,15 +212,18 @@ class TrainerConfig(RunConfig):
     """Samples per rank and step of an evaluation; None takes `batch_size`."""
     clip_norm: float | None = None
     """Largest 2-norm of the all-reduced gradient over all parameters; None does not clip."""
+    shuffle: bool = True
+    """Train in a new order in every epoch; otherwise in the order of the dataset."""
     scale_lr: bool = True
     """Multiply the learning rate by world size × accumulate (Goyal et al. 2017).
 
-    With `global_batch_size`, which does not grow with the ranks, by accumulate alone.
+    With `global_batch_size`, which does not grow with the ranks, by accumulate alone. False leaves the learning rate to
+    the script, as in a single process: there is no warm-up either, and no decay unless it is given.
     """
     warmup_epochs: Annotated[float, _FROM_0] = 1.0
     """Epochs of warm-up, from the single-rank learning rate to the scaled one; with `global_batch_size` from 0."""
-    decay: Annotated[str, ("none", "cosine")] = "cosine"
-    """Decay of the learning rate after the warm-up."""
+    decay: Annotated[str | None, ("none", "cosine")] = None
+    """Decay of the learning rate after the warm-up; None takes cosine where the rate is scaled."""
     channels_last: bool = False
     """Keep 4-D inputs and the weights of 2-D convolutions in NHWC order, which convolutions on GPUs under bf16 and fp16
     prefer, and those on the CPUs of docs/performance.md in fp32, too. The weights keep this order after the training.
