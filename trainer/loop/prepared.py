@@ -26,6 +26,7 @@ from trainer.loop.consistency import (
 )
 from trainer.loop.gradients import parameters_of
 from trainer.models.global_batch import GlobalBatch
+from trainer.models.sharded import current
 from trainer.models.sync_batch_norm import GlobalBatchNorm, convert_sync_batch_norm
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import GradientSynchronizer, Synchronizer
@@ -230,8 +231,7 @@ class Prepared:
                         "each gradient is all-reduced once; prepare one model that contains both"
                     )
         for optimizer in optimizers:
-            current = {id(self._strategy.current(parameter)) for parameter in parameters_of(optimizer)}
-            strangers = len(current - set(owners))
+            strangers = len(set(map(id, current(parameters_of(optimizer)))) - set(owners))
             if strangers:
                 raise ConfigError(
                     f"the optimizer holds {strangers} parameters that the model does not have; their gradients would "
