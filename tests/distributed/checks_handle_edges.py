@@ -209,3 +209,44 @@ def check_sparse_gradients_are_exchanged_or_refused(strategy: Strategy) -> None:
     expected[1] = 4
     expected[2 : 2 + size] = 4 / size
     assert torch.allclose(moved, expected, atol=1e-5)
+
+
+class Table(nn.Module):
+    """A table of ten rows with sparse gradients; as an output layer it adds a dense one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+
+    def forward(self, rows: list[int], output: bool) -> torch.Tensor:
+        weight = self.table.weight
+        used = weight.sum() * 0.0 if not rows else self.table(torch.tensor(rows, device=weight.device)).sum()
+        return used + F.linear(torch.ones(1, 4, device=weight.device), weight).sum() if output else used
+
+
+def check_a_table_of_which_a_rank_uses_no_row_or_every_row(strategy: Strategy) -> None:
+    """A rank without a gradient gets a sparse one, as SparseAdam needs; another layer may have the weight as well."""
+    if strategy.shards:
+        return
+    size, rank = strategy.world.size, strategy.world.rank
+    run, model, unused = init(strategy), Table(), nn.Linear(1, 1)
+    run.prepare(nn.ModuleDict({"model": model, "unused": unused}))
+    for user in range(size):
+        if rank == user:
+            run.backward(model([1, 1, 2], output=False))
+        else:
+            run.backward(unused(torch.ones(1, 1, device=run.device)).sum() * 0.0)
+        gradient = model.table.weight.grad
+        assert gradient is not None
+        assert gradient.is_sparse
+        expected = torch.zeros(10, 4)
+        expected[1], expected[2] = 2 / size, 1 / size
+        assert torch.allclose(gradient.to_dense().cpu(), expected)
+        model.table.weight.grad = unused.weight.grad = unused.bias.grad = None
+    run.backward(model([1], output=rank == 0))
+    gradient = model.table.weight.grad
+    assert gradient is not None
+    assert gradient.is_sparse == (rank != 0)
+    expected = torch.full((10, 4), 1 / size)
+    expected[1] += 1
+    assert torch.allclose(gradient.to_dense().cpu(), expected)

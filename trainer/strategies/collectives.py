@@ -86,9 +86,7 @@ class Collectives:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self.agree()
-        if self.world.size > 1:
-            dist.all_reduce(torch.zeros(1), group=self.host_group)
+        self._in_place(dist.all_reduce, torch.zeros(1))
 
     def agree(self) -> None:
         """Runs before each collective, for a strategy whose ranks may come to another one; does nothing by default."""
