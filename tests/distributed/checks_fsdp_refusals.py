@@ -19,6 +19,10 @@ def check_optimizers_that_need_whole_parameters_are_refused(strategy: Strategy) 
         model = make_model()
         with pytest.raises(ConfigError, match=f"^{kind.__name__} does not work on sharded parameters"):
             init(strategy).prepare(model, kind(model.parameters()))
+    for kind in (torch.optim.SGD, torch.optim.Adagrad):
+        model = make_model()
+        with pytest.raises(ConfigError, match=rf"^{kind.__name__}\(fused=True\) does not work on sharded parameters"):
+            init(strategy).prepare(model, kind(model.parameters(), lr=0.1, fused=True))
 
 
 def check_a_step_on_gradients_of_no_sync_is_refused(strategy: Strategy) -> None:

@@ -132,10 +132,11 @@ class Prepared:
         Raises:
             ConfigError: ranks disagree about the optimizer.
         """
-        if hasattr(optimizer, "skip_synchronize"):
+        horovods, kind = "Horovod's DistributedOptimizer", type(optimizer).__name__
+        if (is_horovods := hasattr(optimizer, "skip_synchronize")) or kind == "ZeroRedundancyOptimizer":
             raise ConfigError(
-                "the optimizer is Horovod's DistributedOptimizer, which all-reduces gradients a second time; give "
-                "run.prepare the optimizer that it was made from"
+                f"the optimizer is {horovods if is_horovods else kind}, which exchanges by itself what run.prepare "
+                "has the job exchange; give it the optimizer that it was made from"
             )
         self.has_optimizers = True
         held = _ids(optimizer)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
@@ -61,8 +61,8 @@ class FSDPStrategy(DDPStrategy):
         Raises:
             TrainerError: a rank comes to another part than rank 0; on all ranks.
         """
-        if self._order_group is None:
-            return
+        # Of its own, in which no unlike messages meet.
+        self._order_group = self._order_group or dist.new_group(backend="gloo")
         numbers = torch.empty(self.world.size, dtype=torch.int64)
         with waits(self._parts[part], counts=True):
             dist.all_gather_single(numbers, torch.tensor([part]), group=self._order_group)
@@ -75,8 +75,6 @@ class FSDPStrategy(DDPStrategy):
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         self.check(config)
-        # Of its own, in which no unlike messages meet.
-        self._order_group = self._order_group or dist.new_group(backend="gloo")
         if config.compression == "bf16" and config.fsdp.reduce_dtype is None:
             config = replace(config, fsdp=replace(config.fsdp, reduce_dtype="bf16"))
         if isinstance(model, FSDPModule):
@@ -125,6 +123,8 @@ class FSDPStrategy(DDPStrategy):
             fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=True)
             part.set_custom_all_gather(_AgreedGather(partial(self.agree, len(self._parts))))  # type: ignore[operator]
             self._parts.append(names[part] or "the rest of the model")
+            part.unshard()  # type: ignore[operator]  # for what it keeps of it, which inference mode would spoil
+            part.reshard()  # type: ignore[operator]
             after = _parameters(part)
             for name, parameter in before.items():
                 if after[name] is not parameter:
@@ -171,10 +171,11 @@ class FSDPStrategy(DDPStrategy):
         loader.observers.append(self._passes)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, _NOT_SHARDED):
+        is_fused = isinstance(optimizer, SGD | Adagrad) and any(group["fused"] for group in optimizer.param_groups)
+        if is_fused or isinstance(optimizer, _NOT_SHARDED):
             raise ConfigError(
-                f"{type(optimizer).__name__} does not work on sharded parameters; strategy 'fsdp' takes optimizers "
-                "that treat each number by itself, such as AdamW and SGD"
+                f"{type(optimizer).__name__}{'(fused=True)' * is_fused} does not work on sharded parameters; strategy "
+                "'fsdp' takes optimizers that treat each number by itself, such as AdamW, and SGD if it is not fused"
             )
         if not any(is_sharded(value) for state in optimizer.state.values() for value in state.values()):
             broadcast_optimizer_state(self, optimizer)
