@@ -330,7 +330,7 @@ class Run:
 
         `target` is a model, or its parameters.
         """
-        parameters = list(target.parameters() if isinstance(target, nn.Module) else map(self.strategy.current, target))
+        parameters = list(target.parameters() if isinstance(target, nn.Module) else target)
         self._updates.synchronize()
         return gather(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
 

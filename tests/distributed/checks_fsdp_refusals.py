@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +16,14 @@ from trainer.strategies.base import Strategy
 
 
 def check_optimizers_that_need_whole_parameters_are_refused(strategy: Strategy) -> None:
-    for kind in (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.Adafactor):
+    kinds: list[Any] = [torch.optim.LBFGS, torch.optim.Rprop, torch.optim.Adafactor]
+    fused = [partial(kind, fused=True) for kind in (torch.optim.SGD, torch.optim.Adagrad)]
+    for kind in (*kinds, *fused):
         model = make_model()
-        with pytest.raises(ConfigError, match=f"^{kind.__name__} does not work on sharded parameters"):
-            init(strategy).prepare(model, kind(model.parameters()))
+        optimizer = kind(model.parameters(), lr=0.1)
+        told = f"^{type(optimizer).__name__}{r'.fused=True.' * (kind in fused)} does not work on sharded parameters"
+        with pytest.raises(ConfigError, match=told):
+            init(strategy).prepare(model, optimizer)
 
 
 def check_a_step_on_gradients_of_no_sync_is_refused(strategy: Strategy) -> None:
@@ -36,9 +41,38 @@ def check_a_loss_on_parameters_from_before_is_refused(strategy: Strategy) -> Non
     held = list(model.parameters())
     run = init(strategy)
     forward, _ = run.prepare(model, sgd(model))
-    loss = forward(torch.ones(1, 2, device=run.device)).sum() + sum(one.square().sum() for one in held)
+    with pytest.raises(TrainerError, match=r"the loss holds weight as it was before run.prepare"):
+        forward(torch.ones(1, 2, device=run.device)).sum() + sum(one.square().sum() for one in held)
+    model = nn.Linear(2, 2).to(run.device)
+    loss = model(torch.ones(1, 2, device=run.device)).sum()
+    run.prepare(model)
     with pytest.raises(TrainerError, match=r"the loss holds .* as it was before run.prepare"):
         run.backward(loss)
+
+
+class Experts(nn.Module):
+    """Calls those of its experts that it is told to."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(2, width), nn.Linear(width, 2)) for width in widths)
+
+    def forward(self, inputs: torch.Tensor, called: tuple[int, ...]) -> torch.Tensor:
+        return sum((self.experts[number](inputs) for number in called), inputs)
+
+
+def check_ranks_that_call_different_blocks_are_told(strategy: Strategy) -> None:
+    """Experts of one shape would be gathered half from each rank; others, or another number, would end in a hang."""
+    rank = strategy.world.rank
+    for widths, called, told in (
+        ((3, 3), (rank % 2,), r"^rank 0 calls experts\.0\.0 where rank 1 calls experts\.1\.0, and under"),
+        ((3, 4), (rank % 2,), r"^rank 0 calls experts\.0\.0 where rank 1 calls experts\.1\.0"),
+        ((3, 3), (0, 1)[: 1 + rank % 2], r"^rank 0 calls another collective where rank 1 calls experts\.1\.0"),
+    ):
+        run = init(strategy)
+        forward = run.prepare(Experts(widths))
+        with torch.no_grad(), pytest.raises(TrainerError, match=told):
+            run.all_reduce(forward(torch.ones(1, 2, device=run.device), called))
 
 
 def check_what_cannot_be_sharded_is_refused(strategy: Strategy) -> None:

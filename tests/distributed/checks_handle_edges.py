@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
-from tests.distributed.reference import make_data, make_model, sgd
+from tests.distributed.reference import assert_equal, make_data, make_model, sgd
 from trainer import ConfigError, Run, TrainerError, init
 from trainer.models.sharded import gather
 from trainer.strategies.base import Strategy
@@ -34,7 +35,7 @@ def check_a_plain_backward_is_told(strategy: Strategy) -> None:
     optimizer.zero_grad()
     if strategy.world.size == 1:  # nothing is on its way there: it is told of when the step comes
         F.cross_entropy(forward(batch[0]), batch[1]).backward()
-        with pytest.raises(TrainerError, match=r"run\.backward has not run since its last step"):
+        with pytest.raises(TrainerError, match=r"run\.backward has not returned since its last step"):
             optimizer.step()
         return
     run.backward(F.cross_entropy(forward(batch[0]), batch[1]))
@@ -47,9 +48,69 @@ def check_a_second_step_on_the_same_gradients_is_told(strategy: Strategy) -> Non
     run, _, forward, optimizer, batch = one_batch(strategy)
     run.backward(F.cross_entropy(forward(batch[0]), batch[1]))
     optimizer.step()
-    with pytest.raises(TrainerError, match=r"run.backward has not run since its last step"):
+    with pytest.raises(TrainerError, match=r"run.backward has not returned since its last step"):
         optimizer.step()
     optimizer.zero_grad()
+
+
+def check_a_step_within_the_pass_is_told(strategy: Strategy) -> None:
+    run, model, forward, optimizer, batch = one_batch(strategy)
+    run.backward(F.cross_entropy(forward(batch[0]), batch[1]))  # an earlier one does not make up for it
+    hook = next(model.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(TrainerError, match=r"run.backward has not returned since its last step; .* no gradient's hook"):
+        run.backward(F.cross_entropy(forward(batch[0]), batch[1]))
+    hook.remove()
+    optimizer.zero_grad()
+    run.backward(F.cross_entropy(forward(batch[0]), batch[1]))  # which also ends the pass before
+    optimizer.step()
+
+
+def check_an_evaluation_may_be_in_inference_mode(strategy: Strategy) -> None:
+    run, _, forward, optimizer, batch = one_batch(strategy)
+    means = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        mean = run.mean()
+        with mode():
+            for inputs, targets in run.loader(make_data(BATCH * run.world_size + 1), BATCH, training=False):
+                mean.add(F.cross_entropy(forward(inputs), targets))
+            means.append(mean.read())
+            assert run.all_gather(torch.tensor(run.rank)) == list(range(run.world_size))
+            assert run.broadcast(torch.tensor(run.rank)) == 0
+    assert means[0] == pytest.approx(means[1])
+    run.backward(F.cross_entropy(forward(batch[0]), batch[1]))
+    optimizer.step()
+
+
+def check_a_prepared_model_may_change_its_type(strategy: Strategy) -> None:
+    if strategy.shards:  # PyTorch keeps what it gathers into, in the first type
+        return
+    run, model, forward, optimizer, (inputs, targets) = one_batch(strategy)
+    for kind in (torch.float32, torch.float64):
+        model.to(kind)
+        optimizer.zero_grad()
+        run.backward(F.cross_entropy(forward(inputs.to(kind)), targets))
+        optimizer.step()
+        assert_same_on_all_ranks(strategy, model)
+    expected = make_model()
+    whole = sgd(expected)
+    data = make_data(BATCH * run.world_size)
+    for _ in range(2):
+        whole.zero_grad()
+        F.cross_entropy(expected(data.inputs), data.targets).backward()
+        whole.step()
+    assert_equal(model, expected, 1e-5)
+
+
+def check_what_cannot_be_prepared_or_scripted_is_told(strategy: Strategy) -> None:
+    if strategy.world.size == 1:
+        return
+    model = make_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ConfigError, match="the optimizer is ZeroRedundancyOptimizer"):
+        init(strategy).prepare(model, optimizer)
+    if not strategy.shards:
+        with pytest.raises(AttributeError, match=r"torch\.jit\.script compiles the hook"):
+            torch.jit.script(model)
 
 
 def check_a_step_within_an_update_is_told(strategy: Strategy) -> None:
@@ -209,3 +270,44 @@ def check_sparse_gradients_are_exchanged_or_refused(strategy: Strategy) -> None:
     expected[1] = 4
     expected[2 : 2 + size] = 4 / size
     assert torch.allclose(moved, expected, atol=1e-5)
+
+
+class Table(nn.Module):
+    """A table of ten rows with sparse gradients; as an output layer it adds a dense one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+
+    def forward(self, rows: list[int], output: bool) -> torch.Tensor:
+        weight = self.table.weight
+        used = weight.sum() * 0.0 if not rows else self.table(torch.tensor(rows, device=weight.device)).sum()
+        return used + F.linear(torch.ones(1, 4, device=weight.device), weight).sum() if output else used
+
+
+def check_a_table_of_which_a_rank_uses_no_row_or_every_row(strategy: Strategy) -> None:
+    """A rank without a gradient gets a sparse one, as SparseAdam needs; another layer may have the weight as well."""
+    if strategy.shards:
+        return
+    size, rank = strategy.world.size, strategy.world.rank
+    run, model, unused = init(strategy), Table(), nn.Linear(1, 1)
+    run.prepare(nn.ModuleDict({"model": model, "unused": unused}))
+    for user in range(size):
+        if rank == user:
+            run.backward(model([1, 1, 2], output=False))
+        else:
+            run.backward(unused(torch.ones(1, 1, device=run.device)).sum() * 0.0)
+        gradient = model.table.weight.grad
+        assert gradient is not None
+        assert gradient.is_sparse
+        expected = torch.zeros(10, 4)
+        expected[1], expected[2] = 2 / size, 1 / size
+        assert torch.allclose(gradient.to_dense().cpu(), expected)
+        model.table.weight.grad = unused.weight.grad = unused.bias.grad = None
+    run.backward(model([1], output=rank == 0))
+    gradient = model.table.weight.grad
+    assert gradient is not None
+    assert gradient.is_sparse == (rank != 0)
+    expected = torch.full((10, 4), 1 / size)
+    expected[1] += 1
+    assert torch.allclose(gradient.to_dense().cpu(), expected)

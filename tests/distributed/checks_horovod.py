@@ -75,45 +75,6 @@ def _train_with_each_setting(strategy: Strategy) -> None:
         assert_same_on_all_ranks(strategy, model)
 
 
-class Table(nn.Module):
-    """A table of ten rows with sparse gradients; as an output layer it adds a dense one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 4, sparse=True)
-
-    def forward(self, rows: list[int], output: bool) -> torch.Tensor:
-        weight = self.table.weight
-        used = weight.sum() * 0.0 if not rows else self.table(torch.tensor(rows, device=weight.device)).sum()
-        return used + F.linear(torch.ones(1, 4, device=weight.device), weight).sum() if output else used
-
-
-def check_a_table_of_which_a_rank_uses_no_row_or_every_row(strategy: Strategy) -> None:
-    """Gathered are rows: none from a rank without a gradient, and all where another layer has the weight as well."""
-    size, rank = strategy.world.size, strategy.world.rank
-    run, model, unused = init(strategy), Table(), nn.Linear(1, 1)
-    run.prepare(nn.ModuleDict({"model": model, "unused": unused}))
-    for user in range(size):
-        if rank == user:
-            run.backward(model([1, 1, 2], output=False))
-        else:
-            run.backward(unused(torch.ones(1, 1, device=run.device)).sum() * 0.0)
-        gradient = model.table.weight.grad
-        assert gradient is not None
-        assert gradient.is_sparse
-        expected = torch.zeros(10, 4)
-        expected[1], expected[2] = 2 / size, 1 / size
-        assert torch.allclose(gradient.to_dense().cpu(), expected)
-        model.table.weight.grad = unused.weight.grad = unused.bias.grad = None
-    run.backward(model([1], output=rank == 0))
-    gradient = model.table.weight.grad
-    assert gradient is not None
-    assert gradient.is_sparse == (rank != 0)
-    expected = torch.full((10, 4), 1 / size)
-    expected[1] += 1
-    assert torch.allclose(gradient.to_dense().cpu(), expected)
-
-
 def check_complex_and_bfloat16_gradients_keep_their_types(strategy: Strategy) -> None:
     """They are sent in others, and a rank without a gradient sends one in the same."""
     size, rank = strategy.world.size, strategy.world.rank

@@ -36,6 +36,12 @@ class TwoArgumentsError(Exception):
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} {second}")
+        self.second = second
+
+
+class NoFileError(OSError):
+    def __init__(self, *, path: str) -> None:
+        super().__init__(2, "no file", path)
 
 
 @pytest.mark.parametrize(
@@ -141,16 +147,32 @@ def test_an_exception_comes_with_its_traceback_rank_and_host(tmp_path: Path) -> 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("holds_lock", [False, True])
-def test_an_exception_that_cannot_be_made_again_or_sent_is_told(tmp_path: Path, holds_lock: bool) -> None:
+@pytest.mark.parametrize("error", [TwoArgumentsError("this", "that"), NoFileError(path="/a")])
+def test_an_exception_of_a_class_with_its_own_arguments_is_raised(tmp_path: Path, error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    call_rank(tmp_path / "a", fail)
+    with pytest.raises(type(error)) as raised:
+        conclude(*FAILED, outcomes_in(tmp_path / "a"))
+    assert str(raised.value) == str(error)
+    assert vars(raised.value).items() >= vars(error).items()
+
+
+def test_an_exception_that_cannot_be_sent_is_told(tmp_path: Path) -> None:
     def fail() -> None:
         error = TwoArgumentsError("this", "that")
-        if holds_lock:
-            error.lock = threading.Lock()  # type: ignore[attr-defined]
+        error.lock = threading.Lock()  # type: ignore[attr-defined]
         raise error
 
     call_rank(tmp_path / "a", fail)
     with pytest.raises(LaunchError, match=r"rank 0 of 1 on host .*TwoArgumentsError: this that"):
+        conclude(*FAILED, outcomes_in(tmp_path / "a"))
+
+
+def test_a_function_that_ends_its_rank_is_told(tmp_path: Path) -> None:
+    call_rank(tmp_path / "a", sys.exit, 3)
+    with pytest.raises(LaunchError, match=r"^the function has called sys.exit\(3\)"):
         conclude(*FAILED, outcomes_in(tmp_path / "a"))
 
 

@@ -213,6 +213,13 @@ class _Hook:
         if (batches := self._batches()) is not None:
             batches.on_forward((*args, *options.values()))
 
+    @property
+    def __name__(self) -> str:  # which torch.jit.script alone asks for
+        raise AttributeError(
+            "torch.jit.script compiles the hook that run.prepare has added to the model; script a new model that has "
+            "loaded run.state_dict(model), or take torch.jit.trace or torch.export"
+        )
+
     def __deepcopy__(self, memo: object) -> _Hook:
         return self
 

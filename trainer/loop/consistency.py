@@ -130,8 +130,8 @@ class PeriodicCheck:
         raise TrainerError(
             f"the weights of rank {other} on host {hosts[other]} are not those of rank {same}, first in "
             f"{next(differing, 'the number of parameters')}, at backward pass {self._passes}: load and change weights "
-            "on all ranks alike, or before run.prepare, which gives all ranks rank 0's; if none were, memory or a "
-            "device is faulty"
+            "on all ranks alike (noise from one seed, steps after run.backward, not in a gradient's hook), or before "
+            "run.prepare, which gives all ranks rank 0's; if none were, memory or a device is faulty"
         )
 
     def _warn_of_buffers(self, here: Mapping[tuple[str, tuple[int, ...]], int]) -> None:

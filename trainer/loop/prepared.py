@@ -26,6 +26,7 @@ from trainer.loop.consistency import (
 )
 from trainer.loop.gradients import parameters_of
 from trainer.models.global_batch import GlobalBatch
+from trainer.models.sharded import current
 from trainer.models.sync_batch_norm import GlobalBatchNorm, convert_sync_batch_norm
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import GradientSynchronizer, Synchronizer
@@ -131,10 +132,11 @@ class Prepared:
         Raises:
             ConfigError: ranks disagree about the optimizer.
         """
-        if hasattr(optimizer, "skip_synchronize"):
+        horovods, kind = "Horovod's DistributedOptimizer", type(optimizer).__name__
+        if (is_horovods := hasattr(optimizer, "skip_synchronize")) or kind == "ZeroRedundancyOptimizer":
             raise ConfigError(
-                "the optimizer is Horovod's DistributedOptimizer, which all-reduces gradients a second time; give "
-                "run.prepare the optimizer that it was made from"
+                f"the optimizer is {horovods if is_horovods else kind}, which exchanges by itself what run.prepare "
+                "has the job exchange; give it the optimizer that it was made from"
             )
         self.has_optimizers = True
         held = _ids(optimizer)
@@ -230,8 +232,7 @@ class Prepared:
                         "each gradient is all-reduced once; prepare one model that contains both"
                     )
         for optimizer in optimizers:
-            current = {id(self._strategy.current(parameter)) for parameter in parameters_of(optimizer)}
-            strangers = len(current - set(owners))
+            strangers = len(set(map(id, current(parameters_of(optimizer)))) - set(owners))
             if strangers:
                 raise ConfigError(
                     f"the optimizer holds {strangers} parameters that the model does not have; their gradients would "

@@ -349,7 +349,7 @@ class Updates:
         prepared = self._prepared
         if len(optimizer.param_groups) != known.groups:
             prepared.check_groups(known, optimizer)
-        is_repeated = prepared.backwards == known.backwards_at_step
+        is_repeated = self._is_unfinished or prepared.backwards == known.backwards_at_step
         if not self._batches.current.closes_update:
             raise TrainerError(
                 f"optimizer.step() came before the update's {self._config.accumulate} batches were complete; step only "
@@ -357,8 +357,8 @@ class Updates:
             )
         if is_repeated and any(parameter.grad is not None for parameter in parameters_of(optimizer)):
             raise TrainerError(
-                "optimizer.step() found gradients, but run.backward has not run since its last step; call "
-                "run.backward(loss) before each step, and zero the gradients after it"
+                "optimizer.step() found gradients, but run.backward has not returned since its last step; call "
+                "run.backward(loss) before each step, which no gradient's hook may take, and zero gradients after it"
             )
         known.backwards_at_step = prepared.backwards
         synchronizers = prepared.synchronizers_of(known, optimizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TrainerError
 
 TensorPath = tuple[Any, ...]
 """The keys and indices that lead from the outermost container to a value."""
@@ -165,3 +166,39 @@ def shard_values(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]
         is_like = isinstance(value, Tensor | Scattered) and len(value.shape) and value.shape == parameter.shape
         result[name] = shard_as(value, parameter if is_like else None)
     return result
+
+
+class _Held(nn.Parameter):
+    """A whole parameter that somebody still holds: what is done with it is done with the sharded one in its place."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*current(args), **{name: current(value) for name, value in (kwargs or {}).items()})
+        if getattr(result, "grad_fn", None) is not None and function is not Tensor.clone:  # which averages begin with
+            _refuse(next(vars(value)["path"] for value in args if isinstance(value, cls)))
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(current(self), name)  # what only a sharded tensor has
+
+
+def replace_parameter(parameter: nn.Parameter, sharded: nn.Parameter, path: str) -> None:
+    """Free the memory of a parameter that a sharded one has replaced, and have its holders work with that."""
+    if parameter.requires_grad:
+        parameter.register_hook(partial(_refuse, path))  # of a loss that was computed before
+    parameter.data = parameter.data.new_empty(0)
+    vars(parameter).update(sharded=sharded, path=path)
+    parameter.__class__ = _Held
+
+
+def current(value: Any) -> Any:
+    """Return a parameter, or a list of values, with the sharded ones in place of parameters that were replaced."""
+    if isinstance(value, list | tuple):
+        return [*map(current, value)]
+    return vars(value)["sharded"] if isinstance(value, _Held) else value
+
+
+def _refuse(name: str, *_: object) -> None:
+    raise TrainerError(
+        f"the loss holds {name} as it was before run.prepare, which has sharded it since; take model.parameters() anew"
+    )

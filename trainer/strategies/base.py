@@ -103,10 +103,6 @@ class Strategy(Collectives):
         """Return the module to call for a prepared model; by default the model itself."""
         return model
 
-    def current(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter by which `prepare` has replaced this parameter; by default the parameter itself."""
-        return parameter
-
     def adopt(self, optimizer: Optimizer) -> None:
         """Give the optimizer rank 0's state, and replace the parameters that `prepare` has replaced in the model."""
         broadcast_optimizer_state(self, optimizer)

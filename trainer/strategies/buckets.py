@@ -35,7 +35,8 @@ class Bucket:
         is_rounded = wire_type is not None and first.is_floating_point() and wire_type.itemsize < first.itemsize
         dtype = wire_type if is_rounded else first.dtype
         self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=first.device)
-        """The gradients, and behind them a number for each parameter: not 0 where a rank has a gradient of it."""
+        """The gradients, and behind them a number for each parameter: 0 where no rank has a gradient of it, negative
+        where those that have one have a sparse one."""
         *pieces, self._has_gradient = self.flat.split([*sizes, len(sizes)])
         self.means = {
             index: _in_order_of(parameter, piece)
@@ -43,7 +44,8 @@ class Bucket:
         }
         """By the parameter's index, its part of the message, in its shape."""
         self.ready: set[int] = set()
-        self._absent: set[int] = set()
+        self._unusual: dict[int, float] = {}
+        """The numbers of parameters that have no dense gradient on this rank."""
         self.wait: Callable[[], object] | None = None
         """Waits until the message is summed; None if it was not sent yet."""
 
@@ -54,18 +56,18 @@ class Bucket:
     def send(self, ranks: Collectives, name: str) -> None:
         """Begin to sum the message over all ranks, under a name that no other has at a time."""
         self._has_gradient.fill_(1.0)
-        if self._absent:  # else nothing is copied to the device, which would wait for it
-            self._has_gradient.copy_(torch.tensor([float(index not in self._absent) for index in self.means]))
+        if self._unusual:  # else nothing is copied to the device, which would wait for it
+            self._has_gradient.copy_(torch.tensor([self._unusual.get(index, 1.0) for index in self.means]))
         self.wait = ranks.start_gradients(self.flat, name)
 
-    def has_gradient(self, index: int) -> bool:
-        """Return whether any rank has a gradient of the parameter with this number within the bucket."""
-        return bool(self._has_gradient[index])
+    def has_gradient(self, index: int) -> float:
+        """Return the sum of the ranks' numbers for the parameter with this index within the bucket; see `flat`."""
+        return float(self._has_gradient[index])
 
     def empty(self) -> None:
         """Empty the bucket for the next pass."""
         self.ready.clear()
-        self._absent.clear()
+        self._unusual.clear()
         self.wait = None
 
     def put(self, index: int, gradient: Tensor | None, scale: float) -> None:
@@ -74,9 +76,10 @@ class Bucket:
         self.ready.add(index)
         if gradient is None:
             mean.zero_()
-            self._absent.add(index)
+            self._unusual[index] = 0.0
         elif gradient.is_sparse:
             mean.copy_(gradient.to_dense() * scale)
+            self._unusual[index] = -(2.0**-10)  # less than a dense one on another rank, which makes the sum dense
         elif (gradient.dtype, gradient.device) == (mean.dtype, mean.device):
             torch.mul(gradient.detach(), scale, out=mean)
         else:

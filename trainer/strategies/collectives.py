@@ -70,6 +70,7 @@ class Collectives:
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return rank `root`'s value on every rank. It is sent pickled, inside the job only."""
+        self.agree()
         box = [value]
         if self.world.size > 1:
             dist.broadcast_object_list(box, src=root, group=self.host_group)
@@ -77,6 +78,7 @@ class Collectives:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value, in the order of the ranks. They are sent pickled, inside the job only."""
+        self.agree()
         gathered = [value] * self.world.size
         if self.world.size > 1:
             dist.all_gather_object(gathered, value, group=self.host_group)
@@ -84,11 +86,14 @@ class Collectives:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        if self.world.size > 1:
-            dist.all_reduce(torch.zeros(1), group=self.host_group)
+        self._in_place(dist.all_reduce, torch.zeros(1))
+
+    def agree(self) -> None:
+        """Runs before each collective, for a strategy whose ranks may come to another one; does nothing by default."""
 
     def _in_place(self, collective: Callable[..., object], tensor: Tensor) -> Tensor:
         """Run a collective on a tensor, which may be a slice: Gloo takes memory as it lies."""
+        self.agree()
         if self.world.size == 1:
             return tensor
         dense = (tensor.cpu() if self.over_host_memory else tensor).contiguous()

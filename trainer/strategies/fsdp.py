@@ -9,29 +9,30 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.cluster.world import World
 from trainer.config import FsdpConfig, RunConfig
 from trainer.data.base import NO_SAMPLES, Loader, Observer, Step
 from trainer.errors import ConfigError, TrainerError
-from trainer.models.sharded import is_sharded, shard_values
+from trainer.models.sharded import current, is_sharded, replace_parameter, shard_values
 from trainer.strategies.base import broadcast_optimizer_state, check_dense
 from trainer.strategies.ddp import DDPStrategy
 from trainer.strategies.gradients import NamedParameters, Synchronizer, foreign_pass
+from trainer.watch.heartbeat import waits
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 # These optimizers need whole vectors or matrices, or operations that DTensor does not have.
@@ -46,10 +47,31 @@ class FSDPStrategy(DDPStrategy):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        # From parameters of optimizers that were made before `prepare` to their replacements in the model.
-        self._replaced: Any = WeakIdKeyDictionary()
         self._meshes: dict[str | int, DeviceMesh] = {}
         self._passes = EvaluationPasses()
+        self._order_group: Any = None
+        self._parts = ["another collective"]
+        """Names of what is gathered separately, in the order of `prepare`; the first stands for other collectives."""
+
+    def agree(self, part: int = 0) -> None:
+        """Compare the number of the part that is gathered next, or 0 for another collective. Collective.
+
+        Ranks that gather different parts would mix up their parameters, or wait for ever.
+
+        Raises:
+            TrainerError: a rank comes to another part than rank 0; on all ranks.
+        """
+        # Of its own, in which no unlike messages meet.
+        self._order_group = self._order_group or dist.new_group(backend="gloo")
+        numbers = torch.empty(self.world.size, dtype=torch.int64)
+        with waits(self._parts[part], counts=True):
+            dist.all_gather_single(numbers, torch.tensor([part]), group=self._order_group)
+        if other := next((rank for rank, number in enumerate(numbers) if number != numbers[0]), 0):
+            first, second = self._parts[numbers[0]], self._parts[numbers[other]]
+            raise TrainerError(
+                f"rank 0 calls {first} where rank {other} calls {second}, and under strategy 'fsdp' all ranks call the "
+                "same blocks in the same order; name blocks that each rank always calls, as FsdpConfig(blocks=(…))"
+            )
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
         self.check(config)
@@ -86,6 +108,7 @@ class FSDPStrategy(DDPStrategy):
         reduce = settings.reduce_dtype or ("fp32" if settings.parameter_dtype else None)
         precision = MixedPrecisionPolicy(param_dtype=_DTYPES[settings.parameter_dtype], reduce_dtype=_DTYPES[reduce])
         offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
+        names = {module: name for name, module in model.named_modules()}
         for part in (*blocks, model):
             self._move_to_device(part)
             if part is not model and settings.checkpoint_activations:
@@ -98,13 +121,14 @@ class FSDPStrategy(DDPStrategy):
                     parameter.requires_grad_(False)
             # Resharded after the forward pass in any case, so that a model is whole within a pass only.
             fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=True)
+            part.set_custom_all_gather(_AgreedGather(partial(self.agree, len(self._parts))))  # type: ignore[operator]
+            self._parts.append(names[part] or "the rest of the model")
+            part.unshard()  # type: ignore[operator]  # for what it keeps of it, which inference mode would spoil
+            part.reshard()  # type: ignore[operator]
             after = _parameters(part)
             for name, parameter in before.items():
                 if after[name] is not parameter:
-                    self._replaced[parameter] = after[name]
-                    if parameter.requires_grad:
-                        parameter.register_hook(partial(_refuse, name))
-                    parameter.data = parameter.data.new_empty(0)  # who still holds it does not keep the memory
+                    replace_parameter(parameter, after[name], f"{names[part]}.{name}".lstrip("."))
         model._trainer_fsdp = (settings, config.compile)  # type: ignore[assignment]
 
     def _move_to_device(self, part: nn.Module) -> None:
@@ -143,37 +167,39 @@ class FSDPStrategy(DDPStrategy):
             )
         return int(over)
 
-    def current(self, parameter: nn.Parameter) -> nn.Parameter:
-        return cast(nn.Parameter, self._replaced.get(parameter, parameter))
-
     def follow_loader(self, loader: Loader) -> None:
         loader.observers.append(self._passes)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, _NOT_SHARDED):
+        is_fused = isinstance(optimizer, SGD | Adagrad) and any(group["fused"] for group in optimizer.param_groups)
+        if is_fused or isinstance(optimizer, _NOT_SHARDED):
             raise ConfigError(
-                f"{type(optimizer).__name__} does not work on sharded parameters; strategy 'fsdp' takes optimizers "
-                "that treat each number by itself, such as AdamW and SGD"
+                f"{type(optimizer).__name__}{'(fused=True)' * is_fused} does not work on sharded parameters; strategy "
+                "'fsdp' takes optimizers that treat each number by itself, such as AdamW, and SGD if it is not fused"
             )
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not any(map(is_sharded, held)):
+        if not any(is_sharded(value) for state in optimizer.state.values() for value in state.values()):
             broadcast_optimizer_state(self, optimizer)
         for group in optimizer.param_groups:
-            group["params"] = [self.current(parameter) for parameter in group["params"]]
-        for old in held:
-            new = self.current(old)
-            if new is not old and old in optimizer.state:
+            group["params"] = current(group["params"])
+        for old in [*optimizer.state]:
+            if (new := current(old)) is not old:
                 optimizer.state[new] = shard_values(optimizer.state.pop(old), new)
-
-
-def _refuse(name: str, _: object) -> None:
-    raise TrainerError(
-        f"the loss holds {name} as it was before run.prepare, which has sharded it since; take model.parameters() anew"
-    )
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(module.named_parameters(remove_duplicate=False))
+
+
+@dataclass(frozen=True)
+class _AgreedGather:
+    """The all-gather of a part of the model, to which all ranks have to come at the same time."""
+
+    agree: Callable[[], None]
+    allocate = staticmethod(torch.empty)
+
+    def __call__(self, **options: Any) -> Any:
+        self.agree()
+        return dist.all_gather_single(**options)
 
 
 class EvaluationPasses(Observer):

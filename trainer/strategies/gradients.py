@@ -197,22 +197,24 @@ class GradientSynchronizer(Synchronizer):
 
 
 def assign_means(
-    parameters: Sequence[nn.Parameter | None], means: Sequence[Tensor], has_gradient: Callable[[int], bool]
+    parameters: Sequence[nn.Parameter | None], means: Sequence[Tensor], has_gradient: Callable[[int], float]
 ) -> None:
     """Set the parameters' gradients to the means, in the types and layouts that they have on this rank.
 
     A mean is copied out of its buffer, so that a gradient which is kept beyond `zero_grad` survives the next pass.
 
     Args:
-        has_gradient: returns whether any rank has a gradient of the parameter at this index. It is only called where
-            this rank has none.
+        has_gradient: returns whether any rank has a gradient of the parameter at this index, as a negative number if
+            it is sparse. It is only called where this rank has none.
     """
     for index, (parameter, mean) in enumerate(zip(parameters, means, strict=True)):
         if parameter is None:
             continue
         gradient = parameter.grad
         if gradient is None:
-            parameter.grad = torch.empty_like(parameter).copy_(mean) if has_gradient(index) else None
+            kind = has_gradient(index)
+            dense = torch.empty_like(parameter).copy_(mean) if kind else None
+            parameter.grad = dense.to_sparse(1) if dense is not None and kind < 0 else dense
         elif gradient.is_sparse:
             parameter.grad = mean.to(parameter.dtype).to_sparse(gradient.sparse_dim())
         elif gradient is not mean:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, BinaryIO
 
 import cloudpickle
@@ -48,12 +49,24 @@ class RankTracebackError(Exception):
         return f'\n"""\n{self.args[0]}"""'
 
 
+def _made_again(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    """Return an exception without a call of its class's own `__init__`, which may take other arguments."""
+    error = kind.__new__(kind, *args)
+    builtin: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+    builtin.__init__(error, *args)
+    vars(error).update(attributes)
+    return error
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Sends GPU tensors as CPU tensors, because the process that gets them may see other GPUs, or none."""
+    """Sends GPU tensors as CPU tensors, as the receiver may see other GPUs, or none; and exceptions of every class."""
 
     def reducer_override(self, obj: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch is not None and type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):
+        kind, torch = type(obj), sys.modules.get("torch")
+        has_own = [isinstance(method, FunctionType) for method in (kind.__init__, kind.__reduce__)]
+        if isinstance(obj, BaseException) and has_own == [True, False]:
+            return _made_again, (kind, obj.__reduce__()[1], vars(obj))
+        if torch is not None and kind is torch.Tensor and obj.device.type not in ("cpu", "meta"):
             return obj.detach().cpu().requires_grad_(obj.requires_grad).__reduce_ex__(2)
         return super().reducer_override(obj)
 

@@ -19,7 +19,7 @@ from typing import Any
 from trainer.cluster.environment import SECRET, Launch, read_launch
 from trainer.cluster.launchers import LAUNCHERS
 from trainer.cluster.output import write_whole_lines
-from trainer.errors import TrainerError
+from trainer.errors import LaunchError, TrainerError
 from trainer.ops.launch.outcome import CALL, Outcome, dumps
 from trainer.ops.launch.output import tag_output
 from trainer.watch.failure import is_lost_peer, report_failures
@@ -54,7 +54,7 @@ def _call(file: Path) -> Any:
         return function(*args, **kwargs)
     except SystemExit as ending:
         if ending.code not in (None, 0):
-            raise
+            raise LaunchError(f"the function has called sys.exit({ending.code!r})") from None
         return None
 
 
