@@ -26,7 +26,7 @@ from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError, TrainerError
 from trainer.files import save_atomically
 from trainer.loop.batches import Batches
-from trainer.loop.consistency import check_consistency
+from trainer.loop.consistency import check_consistency, warn_of_other_data
 from trainer.loop.gathering import gather_rows
 from trainer.loop.joining import join
 from trainer.loop.metrics import Mean
@@ -173,7 +173,8 @@ class Run:
         """
         if from_run := {"seed", "accumulate"} & set(options):
             raise ConfigError(f"run.loader takes {min(from_run)} from the run; set it in trainer.init")
-        kind: Any = StreamLoader if is_stream(dataset) else ShardedLoader
+        is_part = options.get("already_sharded", False)
+        kind: Any = StreamLoader if is_stream(dataset) or is_part else ShardedLoader
         if self.strategy.shards and kind is StreamLoader and not training:
             raise ConfigError(
                 "an iterable dataset has another number of evaluation steps on each rank, and under this strategy "
@@ -198,6 +199,7 @@ class Run:
         self.strategy.follow_loader(loader)
         self._loaders.append(weakref.ref(loader))
         check_consistency(self.strategy, loader.must_agree)
+        warn_of_other_data(self.strategy, loader)
         if training and self._checkpoints is not None:
             self._checkpoints.watch(loader)
         return loader

@@ -49,6 +49,10 @@ NO_SAMPLES = Step(None, 0, 1.0, True)
 """A step of an evaluation in which this rank has no samples, and others have some. A script does not get it."""
 
 
+Digests = dict[str, list[int | None]]
+"""A checksum of each part of an item, by the item's name; None for a part that is random."""
+
+
 class Group(Protocol):
     """The collectives that a loader needs. `Run` has them."""
 
@@ -190,6 +194,10 @@ class Loader(ABC):
     @abstractmethod
     def must_agree(self) -> Mapping[str, Any]:
         """Facts that have to be the same on all ranks, by their name in an error."""
+
+    def digests(self) -> Digests:
+        """Return digests of some items, which should be the same on all ranks; none where each rank has a part."""
+        return {}
 
     @property
     def updates(self) -> int:

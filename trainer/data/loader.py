@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from trainer.data.base import NO_SAMPLES, NOT_GIVEN, Loader, LoaderOptions, Step, check_sizes, is_stream
+from trainer.data.base import NO_SAMPLES, NOT_GIVEN, Digests, Loader, LoaderOptions, Step, check_sizes, is_stream
 from trainer.data.batches import Counted, batches_of, move
+from trainer.data.digest import digest_items
 from trainer.data.order import Drawn, DrawnBatches, Epoch, EpochOrder
 from trainer.data.shard_plan import ShardPlan
 from trainer.errors import ConfigError
@@ -156,6 +157,12 @@ class ShardedLoader(Loader):
             f"{self.unit} of an epoch": self.plan.samples,
             f"{self.unit} per step": self.step_size,
         }
+
+    def digests(self) -> Digests:
+        dataset = self.dataset
+        if isinstance(dataset, InMemory):  # its transform takes batches
+            dataset = InMemory(dataset.inputs, dataset.targets)
+        return digest_items(self._make_data_loader, dataset, self.dataset_length)
 
     def __len__(self) -> int:
         """Return the steps in an epoch, the same on every rank. In an evaluation a rank may have fewer."""

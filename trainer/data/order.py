@@ -206,7 +206,7 @@ def draw(sampler: Iterable[Any], *, epoch: int, seed: int) -> list[Any]:
         for number, inner in enumerate(samplers_in(sampler)):
             if callable(getattr(inner, "set_epoch", None)):
                 inner.set_epoch(epoch)
-            for held in _held_by(inner).values():
+            for held in held_by(inner).values():
                 _seed(held, (mixed + number) % 2**63)
         return list(sampler)
 
@@ -219,7 +219,7 @@ def samplers_in(sampler: Any) -> list[Any]:
         following = waiting.pop(0)
         if not any(following is other for other in samplers):
             samplers.append(following)
-            held = _held_by(following)
+            held = held_by(following)
             waiting += [value for name, value in held.items() if name in _ATTRIBUTES or isinstance(value, Sampler)]
     return samplers
 
@@ -228,8 +228,12 @@ _ATTRIBUTES = ("sampler", "batch_sampler")
 """Attributes in which a sampler holds another, which need not be a `Sampler`."""
 
 
-def _held_by(sampler: Any) -> dict[str, Any]:
-    return getattr(sampler, "__dict__", {})
+def held_by(holder: Any) -> dict[str, Any]:
+    """Return an object's attributes, themselves and no copy; none of an object without a `__dict__`."""
+    return getattr(holder, "__dict__", {})
+
+
+GENERATORS = torch.Generator, np.random.Generator, random.Random, np.random.RandomState
 
 
 def _seed(generator: Any, seed: int) -> None:
@@ -247,10 +251,15 @@ def _seeded(seed: int) -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.default_generator.manual_seed(seed)  # and not those of GPUs, whose states are not restored
+            seed_globally(seed)
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def seed_globally(seed: int) -> None:
+    """Seed the global CPU generators, and not those of GPUs, whose states are not restored."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import NoReturn
 
 import torch
@@ -18,7 +19,9 @@ from torch.optim import Optimizer
 from trainer.cluster.gpus import SHARING_HINT, gpu_id, sharing_is_on
 from trainer.cluster.output import print_line
 from trainer.config import RunConfig
+from trainer.data.base import Loader
 from trainer.errors import ConfigError, TrainerError
+from trainer.loop.random_numbers import random_state, set_random_state
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import as_real
 
@@ -44,6 +47,32 @@ def check_consistency(strategy: Strategy, facts: Mapping[str, object]) -> None:
                     f"ranks disagree about {name}: rank 0 on host {root_host} has {expected.get(name, 'none')}, "
                     f"rank {rank} on host {host} has {theirs.get(name, 'none')}; they must be the same everywhere"
                 )
+
+
+def warn_of_other_data(strategy: Strategy, loader: Loader) -> None:
+    """Warn on rank 0 if some items of a loader's dataset are not the same on all ranks. Collective."""
+    world = strategy.world
+    if world.size == 1:
+        return
+    state = random_state(world.device)
+    digests = loader.digests()
+    set_random_state(state, world.device)
+    by_rank = strategy.all_gather_object(digests)
+    # A rank whose items take longer has drawn fewer of them.
+    for name in by_rank[0] if world.is_root else ():
+        parts = zip_longest(*(theirs[name] for theirs in by_rank if name in theirs), fillvalue=0)
+        for part in parts:
+            if None not in part and (ranks := _differing_ranks(part)) is not None:
+                print_line(_OTHER_DATA.format(name, *sorted(ranks)), sys.stderr)
+                return
+
+
+_OTHER_DATA = (
+    "trainer: WARNING: {} is not the same on ranks {} and {}. A loader takes each sample from one rank alone, so what "
+    "another rank has in its place is never seen, or a test's sample is trained on. Draw and split data with a seed "
+    "(random_state=0) or before run.prepare, sort labels before you number them, or take rank 0's by run.broadcast. If "
+    "each rank is meant to have a part of its own, give run.loader already_sharded=True"
+)
 
 
 class PeriodicCheck:
