@@ -12,13 +12,14 @@ from typing import Any, Unpack, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from trainer.checkpoint.run.checkpoints import Checkpoints
 from trainer.checkpoint.run.contents import Contents
 from trainer.cluster.output import print_line
 from trainer.config import CheckpointConfig, RunConfig, settings_from
 from trainer.data.base import NOT_GIVEN, CommonOptions, Loader, is_stream
+from trainer.data.given import arguments_from
 from trainer.data.loader import ShardedLoader
 from trainer.data.order import Drawn, DrawnBatches
 from trainer.data.shard_plan import mix_seeds
@@ -128,33 +129,64 @@ class Run:
         """Number of samples in the most recent training batch, to weight your own sums; 0 for a padding batch."""
         return self._batches.current.count
 
-    def prepare(self, *objects: nn.Module | Optimizer) -> Any:
-        """Prepare models and their optimizers for training together with all other ranks.
+    def prepare(
+        self,
+        *objects: nn.Module | Optimizer | DataLoader[Any],
+        evaluation: DataLoader[Any] | None = None,
+        per_rank: bool = False,
+    ) -> Any:
+        """Prepare models, their optimizers and DataLoaders for training together with all other ranks.
 
         Models are moved to this rank's device and get rank 0's weights; optimizers get rank 0's state, and their
         `step()` applies the mean gradient over all ranks. An optimizer stays the same object, so a learning rate
         scheduler works whether it is made before or after. Ranks that were seeded alike draw different random numbers
         from here on; rank 0 draws those that a single process would.
 
+        A DataLoader's place takes a loader of its dataset, with its sampler, `collate_fn`, workers and `drop_last`. Its
+        batch size is that of all ranks together, so that they compute what a single process computes. Its order is
+        that of a single process where it or its sampler has a generator; else it follows seed and epoch. The batches
+        of a `batch_sampler` of another class than PyTorch's go to one rank each.
+
+        Args:
+            evaluation: a DataLoader for evaluations, whose loader is returned last; see `Loader`.
+            per_rank: whether the batch size of DataLoaders is that of each rank.
+
         Returns:
-            The models to call and the optimizers, in the order of the arguments; for one argument, the object itself.
+            The models to call, the optimizers and the loaders, in the order of the arguments; one alone as it is.
 
         Raises:
-            ConfigError: an argument is neither a model nor an optimizer, an optimizer has a parameter that belongs to
-                no prepared model, or the ranks' arguments differ.
+            ConfigError: an argument is none of these, an optimizer has a parameter that belongs to no prepared model,
+                a batch has fewer samples than there are ranks, or the ranks' arguments differ.
         """
         objects = tuple(self.unwrap(item) if isinstance(item, nn.Module) else item for item in objects)
         models = [item for item in objects if isinstance(item, nn.Module)]
         optimizers = [item for item in objects if isinstance(item, Optimizer)]
-        if len(models) + len(optimizers) < len(objects):
+        loaders = [item for item in objects if isinstance(item, DataLoader)]
+        if len(models) + len(optimizers) + len(loaders) < len(objects):
             kinds = ", ".join(type(item).__name__ for item in objects)
-            raise ConfigError(f"prepare takes models and optimizers, and was given {kinds}; run.loader takes datasets")
+            raise ConfigError(
+                f"prepare takes models, optimizers and DataLoaders, and was given {kinds}; run.loader takes datasets"
+            )
         self.average_weights()  # a model that is prepared again may be within a round of sync_every
         callable_models = self._updates.prepare(models, optimizers)
         self._report.optimizers.update(dict.fromkeys(optimizers))
         draw_apart(self.strategy, self.config.seed)
-        results = tuple(callable_models[item] if isinstance(item, nn.Module) else item for item in objects)
-        return results[0] if len(results) == 1 else results
+        given: dict[Any, Any] = {**callable_models}
+        for item in loaders:
+            given[item] = self._loader_of(item, training=True, per_rank=per_rank)
+        results = [given.get(item, item) for item in objects]
+        if evaluation is not None:
+            results.append(self._loader_of(evaluation, training=False, per_rank=per_rank))
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _loader_of(self, given: DataLoader[Any], *, training: bool, per_rank: bool) -> Loader:
+        """Return the loader that takes a DataLoader's place, and print what a batch is."""
+        ranks, of_loader = self.world_size, arguments_from(given, ranks=self.world_size, per_rank=per_rank)
+        loader = self.loader(**of_loader, training=training)
+        if training and ranks > 1 and self.is_root:
+            size = f"{loader.step_size} {loader.unit}, {loader.step_size / ranks:.4g} per rank"
+            print_line(f"trainer: a step of all ranks takes {size}", sys.stderr)
+        return loader
 
     def loader(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import redirect_stderr
 from io import StringIO
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import Subset, random_split
+from torch.utils.data import DataLoader, Subset, random_split
 
 from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, train_one
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
@@ -43,6 +44,31 @@ def check_a_global_batch_is_the_same_on_any_number_of_ranks(strategy: Strategy) 
             optimizer.step()
         assert_equal(model, expected, 1e-12)
         assert_same_on_all_ranks(strategy, model)
+
+
+def check_a_data_loader_of_the_script_trains_as_in_one_process(strategy: Strategy) -> None:
+    """Over two epochs of its own order, whose last batch is too small for all ranks."""
+    size = strategy.world.size
+    model, data, batch = make_model(), make_data(6 * size + 1), 2 * size
+
+    def given() -> DataLoader[Any]:
+        return DataLoader(data, batch, shuffle=True, generator=torch.Generator().manual_seed(7))
+
+    alone, alone_with = copy.deepcopy(model), given()
+    by_hand = sgd(alone)
+    run = init(strategy)
+    forward, optimizer, loader, test = run.prepare(model, sgd(model), given(), evaluation=DataLoader(data, batch))
+    for _ in range(2):
+        for inputs, targets in alone_with:
+            by_hand.zero_grad()
+            F.cross_entropy(alone(inputs), targets).backward()
+            by_hand.step()
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            run.backward(F.cross_entropy(forward(inputs), targets))
+            optimizer.step()
+    assert_equal(model, alone, 1e-12)
+    assert run.all_reduce(sum(len(targets) for _, targets in test), "sum") == len(data)
 
 
 def check_a_mean_over_tokens_is_one_over_those_of_all_ranks(strategy: Strategy) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from trainer.watch import heartbeat
-from trainer.watch.heartbeat import SIZE, Heartbeat, State, loading, note_waits, report_phase, report_step, waits
+from trainer.watch.heartbeat import SIZE, Heartbeat, State, note_waits, report_phase, report_step, waits
+from trainer.watch.spans import loading
 
 
 @pytest.fixture

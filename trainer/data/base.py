@@ -19,7 +19,7 @@ from trainer.cluster.world import World, current_world
 from trainer.data.batches import Counted, collate, start_worker
 from trainer.errors import ConfigError, TrainerError
 from trainer.watch.heartbeat import report_phase
-from trainer.watch.spans import LOADER, each_in_span
+from trainer.watch.spans import loading
 
 
 @dataclass(slots=True)  # not frozen, which would make it three times as slow to make, and each step makes a Step
@@ -47,10 +47,6 @@ NO_STEP = Step(None, 1, 1.0, True)
 """Neutral step used outside loaders."""
 NO_SAMPLES = Step(None, 0, 1.0, True)
 """A step of an evaluation in which this rank has no samples, and others have some. A script does not get it."""
-
-
-Digests = dict[str, list[int | None]]
-"""A checksum of each part of an item, by the item's name; None for a part that is random."""
 
 
 class Group(Protocol):
@@ -195,8 +191,8 @@ class Loader(ABC):
     def must_agree(self) -> Mapping[str, Any]:
         """Facts that have to be the same on all ranks, by their name in an error."""
 
-    def digests(self) -> Digests:
-        """Return digests of some items, which should be the same on all ranks; none where each rank has a part."""
+    def digests(self) -> dict[str, int]:
+        """Return checksums of some items, by their names. Where each rank has a part of its own, there are none."""
         return {}
 
     @property
@@ -296,7 +292,7 @@ class Loader(ABC):
         observers, was_left = (*self.observers,), False
         try:
             is_known = self._weigh_by is None and not self._must_count
-            for step in each_in_span(LOADER, self._all_steps() if is_known else self._weighed_steps()):
+            for step in loading(self._all_steps() if is_known else self._weighed_steps()):
                 for observer in observers:
                     observer.drawn(self, step)
                 report_phase("training")
@@ -317,7 +313,7 @@ class Loader(ABC):
     def _evaluation(self) -> Iterator[Step]:
         observers = (*self.observers,)
         try:
-            for step in each_in_span(LOADER, self._evaluation_steps()):
+            for step in loading(self._evaluation_steps()):
                 report_phase("evaluation")
                 for observer in observers:
                     observer.evaluated(self, step)
@@ -365,7 +361,7 @@ def is_stream(dataset: Any) -> bool:
     Raises `ConfigError` for a DataLoader, whose batches would be taken for samples.
     """
     if isinstance(dataset, DataLoader):
-        raise ConfigError("a loader takes a dataset, and makes the DataLoader itself; give it loader.dataset")
+        raise ConfigError("a loader takes a dataset; run.prepare takes a DataLoader")
     if isinstance(dataset, IterableDataset):
         return True
     is_indexed = getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)  # the latter raises

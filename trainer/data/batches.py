@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from trainer.data.shard_plan import mix_seeds
-from trainer.watch.heartbeat import loading
 
 
 @dataclass(slots=True)
@@ -61,8 +61,7 @@ def batches_of(data_loader: DataLoader[Any], *seeds: int) -> Iterator[Counted]:
     """Return the batches of an epoch, whose workers draw random numbers from the seeds. Starts the workers."""
     data_loader.generator.manual_seed(mix_seeds(*seeds))
     with usr2_blocked():
-        batches = iter(data_loader)
-    return loading(batches)
+        return iter(data_loader)
 
 
 @contextmanager
@@ -88,6 +87,8 @@ def move(value: Any, device: torch.device) -> Any:
     mappings that can be changed, and dataclasses are searched, at any depth; if something in a container has
     moved, the result has a copy of the container. Everything else stays as it is.
     """
+    if device.type == "cpu" and not _has_accelerator():
+        return value
 
     def moved(part: Any) -> Any:
         if isinstance(part, Tensor | PackedSequence):  # a packed sequence's batch_sizes stay on the CPU
@@ -96,6 +97,11 @@ def move(value: Any, device: torch.device) -> Any:
         return part.to(device) if _has(part, "to") else None
 
     return _replace(value, moved)
+
+
+@cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
 
 
 def pin(value: Any) -> Any:

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from io import BytesIO
 from itertools import repeat
 from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
-from trainer.data.base import NO_SAMPLES, NOT_GIVEN, Digests, Loader, LoaderOptions, Step, check_sizes, is_stream
+from trainer.data.base import NO_SAMPLES, NOT_GIVEN, Loader, LoaderOptions, Step, check_sizes, is_stream
 from trainer.data.batches import Counted, batches_of, move
-from trainer.data.digest import digest_items
-from trainer.data.order import Drawn, DrawnBatches, Epoch, EpochOrder
+from trainer.data.order import Drawn, DrawnBatches, Epoch, EpochOrder, seed_globally, seeded
+from trainer.data.permutation import Permutation
 from trainer.data.shard_plan import ShardPlan
 from trainer.errors import ConfigError
 
 Batch = tuple[Any, Any]
 
 _SPLIT = "which samples a Subset has (draw the split before run.prepare, or with a torch.Generator of its own)"
+_ATTRIBUTES = ("samples", "targets", "indices", "files", "_fingerprint")
 _MOST_CHECKED = 4096
-"""Indices of a `Subset` that ranks compare, evenly spaced."""
+"""Values of such an attribute that ranks compare, evenly spaced."""
+_DRAWN = 8
+"""Items that ranks compare."""
 
 
 class InMemory(Dataset[Batch]):
@@ -153,16 +158,33 @@ class ShardedLoader(Loader):
     def must_agree(self) -> dict[str, Any]:
         return {
             "samples of the dataset": self.dataset_length,
-            _SPLIT: _checksum_of_subset(self.dataset),
+            _SPLIT: _checksums_of_attributes(self.dataset, ["indices"]).get("indices of Subset"),
             f"{self.unit} of an epoch": self.plan.samples,
             f"{self.unit} per step": self.step_size,
         }
 
-    def digests(self) -> Digests:
-        dataset = self.dataset
-        if isinstance(dataset, InMemory):  # its transform takes batches
-            dataset = InMemory(dataset.inputs, dataset.targets)
-        return digest_items(self._make_data_loader, dataset, self.dataset_length)
+    def digests(self) -> dict[str, int]:
+        """Return checksums of some items, by their names; if these are random, of attributes that tell the samples.
+
+        Each is drawn twice, with the global random generators in one state. With workers, a worker draws, because what
+        a dataset opens for its first item may not survive a fork.
+        """
+        data: Any = self.dataset
+        data = InMemory(data.inputs, data.targets) if isinstance(data, InMemory) else data  # a transform takes batches
+        places = Permutation(self.dataset_length, 0).at(np.arange(min(self.dataset_length, _DRAWN), dtype=np.uint64))
+        twice = [[place] for place in sorted(places.tolist()) for _ in range(2)]
+        data_loader = self._make_data_loader(data, batch_sampler=[twice[0], *twice])
+        data_loader.collate_fn, data_loader.pin_memory = _digest_and_seed, False
+        data_loader.num_workers = min(self.num_workers, 1)
+        try:
+            with seeded(0):
+                drawn: list[Any] = [*batches_of(data_loader, 0)][1:]  # before the first, their state is not known
+            if drawn[::2] != drawn[1::2]:
+                return _checksums_of_attributes(data)
+        except Exception as error:  # it comes again where the item is needed
+            error.__traceback__ = None  # which would keep the worker
+            return {}
+        return {f"item {place} of the dataset": checksum for [place], checksum in zip(twice, drawn, strict=True)}
 
     def __len__(self) -> int:
         """Return the steps in an epoch, the same on every rank. In an evaluation a rank may have fewer."""
@@ -176,6 +198,8 @@ class ShardedLoader(Loader):
         state = super().state_dict()
         if state["taken"] and self._order.drawn is not None:
             state |= {"units": self.plan.samples, "drawn": self._order.drawn}
+        if self._order.own is not None:
+            state["generators"] = self._order.own.states(is_within=self.taken > 0)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -183,6 +207,8 @@ class ShardedLoader(Loader):
         if "drawn" in state:
             self._order.expect(state["drawn"])
             self._plan_for(state["units"])
+        if self._order.own is not None:
+            self._order.own.load_states(state["generators"])
 
     def _position_depends_on(self, is_within: bool) -> dict[str, Any]:
         return {"samples": self.dataset_length, "shuffle": self._order.description, "seed": self._given_seed}
@@ -207,11 +233,9 @@ class ShardedLoader(Loader):
         epoch = self._begin_epoch()
         plan = self._plan_from(start)
         for step, loaded in enumerate(self._load(epoch, self._shards(plan))):
-            shard = plan.shard(step, rank)
-            count = self._samples_of(loaded) if shard.stop > shard.start else 0
-            if epoch.bounds is None:
-                weight = plan.weight(step, rank)
-            else:
+            weight = plan.weight(step, rank)
+            count = self._samples_of(loaded) if weight else 0  # only a padding batch has weight 0
+            if epoch.bounds is not None:
                 weight = count * plan.world_size / epoch.count(plan.update(step))
             taken = min(plan.start + (step + 1) * plan.step_size, plan.samples)
             yield Step(loaded.batch, count, weight, plan.closes_update(step), number, taken)
@@ -257,7 +281,8 @@ class ShardedLoader(Loader):
         lists = (keys.tolist() if isinstance(keys, Tensor) else keys for keys in epoch.batches(shards))
         self._indices.epoch = (keys[0] for keys in lists) if self._is_ready else lists
         for loaded in batches_of(self._data_loader, self.seed, self.epoch, self.world.rank):
-            yield Counted(loaded.count, move(loaded.batch, self.world.device))
+            loaded.batch = move(loaded.batch, self.world.device)
+            yield loaded
 
     def _cut(self, dataset: InMemory, batches: Iterable[Tensor | list[Any]]) -> Iterator[Counted]:
         inputs, targets, transform = dataset.inputs, dataset.targets, dataset.transform
@@ -274,17 +299,40 @@ class ShardedLoader(Loader):
         return self._make_data_loader(self.dataset, **batches)
 
 
-def _checksum_of_subset(dataset: Any) -> str:
-    """Return a checksum of the indices of a `Subset`; "none" for other datasets.
+class _Pickler(pickle.Pickler):
+    """Pickles values to compare them, tensors by their numbers alone."""
 
-    Ranks that draw a split from generators in different states have different samples in splits of equal length.
-    """
-    checksum = 0
-    while isinstance(dataset, Subset):
-        step = max(1, len(dataset.indices) // _MOST_CHECKED)
-        checksum = zlib.crc32(repr(np.asarray(dataset.indices[::step]).tolist()).encode(), checksum)
-        dataset = dataset.dataset
-    return f"checksum {checksum}" if checksum else "none"
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        return bytes, (value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),)
+
+
+def _digest(value: Any) -> int:
+    pickler = _Pickler(file := BytesIO())
+    pickler.fast = True  # equal parts count alike, whether they are one object or two
+    pickler.dump(value)
+    return zlib.crc32(file.getbuffer())
+
+
+def _digest_and_seed(samples: list[Any]) -> Any:
+    """Digest an item, as the `collate_fn` of a DataLoader; the next one is drawn with these random numbers."""
+    checksum = _digest(samples)
+    seed_globally(0)
+    return checksum
+
+
+def _checksums_of_attributes(dataset: Any, names: Sequence[str] = _ATTRIBUTES) -> dict[str, int]:
+    """Return checksums of a dataset's attributes, and of those that it is made of, as a `Subset` is."""
+    found: dict[str, int] = {}
+    while dataset is not None:
+        for name in names:
+            if isinstance(values := getattr(dataset, name, None), Sequence | Tensor | np.ndarray):
+                few = values[:: len(values) // _MOST_CHECKED + 1]
+                key = f"{name} of {type(dataset).__name__}"
+                found[key] = _digest([few, found.get(key)])  # a Subset may be one of a Subset
+        dataset = getattr(dataset, "dataset", None)
+    return found
 
 
 class _Indices:

@@ -1,7 +1,8 @@
 """The order of an epoch's samples or batches, which is the same on every rank.
 
 What a sampler draws depends only on the seed and the epoch, never on what was drawn before. So an epoch that was
-interrupted can be drawn again.
+interrupted can be drawn again. The sampler of a script's own DataLoader goes on with its generators instead, whose
+states at the beginning of an epoch are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from trainer.data.base import Group
 from trainer.data.permutation import Permutation
@@ -123,6 +124,12 @@ class EpochOrder:
             if self.units == 0:
                 raise ConfigError(f"the batch sampler, {type(batch_sampler).__name__}, has no batches")
 
+    @property
+    def own(self) -> OwnOrder | None:
+        """The order of a script's own DataLoader, if it has generators."""
+        drawn_by = self._sampler or self._batch_sampler
+        return drawn_by if isinstance(drawn_by, OwnOrder) else None
+
     def expect(self, drawn: list[int] | None) -> None:
         """Compare the next draw with that of an interrupted run, given as its `drawn`."""
         self.drawn = self._expected = drawn
@@ -198,17 +205,57 @@ def draw(sampler: Iterable[Any], *, epoch: int, seed: int) -> list[Any]:
     """Return what a sampler, or a batch sampler, draws in an epoch.
 
     `seed` and `epoch` determine all its random numbers: the generators that it or a sampler within it holds are seeded,
-    and so are the global generators of Python, NumPy and PyTorch, whose states are restored afterwards. `set_epoch` is
-    called on each of these samplers that has it.
+    unless it is an `OwnOrder`, and so are the global generators of Python, NumPy and PyTorch, whose states are restored
+    afterwards. `set_epoch` is called on each of these samplers that has it.
     """
     mixed = mix_seeds(seed, epoch)
-    with _seeded(mixed):
+    with seeded(mixed):
         for number, inner in enumerate(samplers_in(sampler)):
             if callable(getattr(inner, "set_epoch", None)):
                 inner.set_epoch(epoch)
-            for held in held_by(inner).values():
+            for held in _held_by(inner).values() if not isinstance(sampler, OwnOrder) else ():
                 _seed(held, (mixed + number) % 2**63)
         return list(sampler)
+
+
+class OwnOrder:
+    """What a DataLoader draws with generators of its own: they go on from epoch to epoch, as in a single process.
+
+    Args:
+        sampler: the DataLoader's sampler or batch sampler.
+    """
+
+    def __init__(self, loader: DataLoader[Any], sampler: Any) -> None:
+        self.sampler, self._generator, self._persists = sampler, loader.generator, loader.persistent_workers
+        held = [*generators_in(sampler), *([self._generator] if self._generator is not None else [])]
+        self._generators = list({id(generator): generator for generator in held}.values())
+        self._at_start: list[Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        is_first, self._at_start = self._at_start is None, self.states(is_within=False)
+        if self._generator is not None and (is_first or not self._persists):
+            torch.empty((), dtype=torch.int64).random_(generator=self._generator)  # DataLoader seeds its workers by it
+        return iter(self.sampler)
+
+    def states(self, *, is_within: bool) -> list[Tensor]:
+        """Return the generators' states, or if `is_within` an epoch those at its beginning."""
+        if is_within and self._at_start is not None:
+            return self._at_start
+        return [generator.get_state() for generator in self._generators]
+
+    def load_states(self, states: Sequence[Tensor]) -> None:
+        """Go on with `states`."""
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+
+def generators_in(sampler: Any) -> list[torch.Generator]:
+    """Return the generators of PyTorch that a sampler holds, or a sampler within it."""
+    held = (value for inner in samplers_in(sampler) for value in _held_by(inner).values())
+    return [value for value in held if isinstance(value, torch.Generator)]
 
 
 def samplers_in(sampler: Any) -> list[Any]:
@@ -219,7 +266,7 @@ def samplers_in(sampler: Any) -> list[Any]:
         following = waiting.pop(0)
         if not any(following is other for other in samplers):
             samplers.append(following)
-            held = held_by(following)
+            held = _held_by(following)
             waiting += [value for name, value in held.items() if name in _ATTRIBUTES or isinstance(value, Sampler)]
     return samplers
 
@@ -228,12 +275,8 @@ _ATTRIBUTES = ("sampler", "batch_sampler")
 """Attributes in which a sampler holds another, which need not be a `Sampler`."""
 
 
-def held_by(holder: Any) -> dict[str, Any]:
-    """Return an object's attributes, themselves and no copy; none of an object without a `__dict__`."""
-    return getattr(holder, "__dict__", {})
-
-
-GENERATORS = torch.Generator, np.random.Generator, random.Random, np.random.RandomState
+def _held_by(sampler: Any) -> dict[str, Any]:
+    return getattr(sampler, "__dict__", {})
 
 
 def _seed(generator: Any, seed: int) -> None:
@@ -246,7 +289,7 @@ def _seed(generator: Any, seed: int) -> None:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Seed the global CPU generators of Python, NumPy and PyTorch within a context; restore their states afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -259,7 +302,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def seed_globally(seed: int) -> None:
-    """Seed the global CPU generators, and not those of GPUs, whose states are not restored."""
+    """Seed the global CPU generators of Python, NumPy and PyTorch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # and not those of GPUs, whose states `seeded` does not restore

@@ -11,6 +11,7 @@ rank are left do some ranks get none.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -42,14 +43,14 @@ class ShardPlan:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name.replace('_', ' ')} is {getattr(self, name)}; it must be at least 1")
 
-    @property
+    @cached_property
     def step_size(self) -> int:
         """Samples that all ranks together take in one full step."""
         if self.global_batch_size is not None:
             return self.global_batch_size
         return self.batch_size * self.world_size
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Steps from `start` to the epoch's end, the same on every rank, a short last one included."""
         return -(-(self.samples - self.start) // self.step_size)

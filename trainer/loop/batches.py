@@ -11,8 +11,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -188,18 +187,17 @@ class Batches(Observer):
             print_line(_AHEAD, sys.stderr)
         return steps[-1] if steps else self.current
 
-    @contextmanager
-    def in_pass(self, weight: float) -> Iterator[None]:
-        """Return the context of a backward pass, in which a forward pass computes activations anew.
+    def begin_pass(self, weight: float) -> None:
+        """Note that a backward pass begins, in which a forward pass computes activations anew.
 
         With weight 0, global statistics take nothing of its gradients.
         """
         self._is_in_pass, self._global_batch.is_weighed = True, bool(weight)
-        try:
-            yield
-        finally:
-            self._is_in_pass, self._global_batch.is_weighed = False, True
-            self._weights.clear()
+
+    def end_pass(self) -> None:
+        """Note that a backward pass has ended, also in an error."""
+        self._is_in_pass, self._global_batch.is_weighed = False, True
+        self._weights.clear()
 
 
 class _Hook:

@@ -8,7 +8,6 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import NoReturn
 
 import torch
@@ -21,7 +20,6 @@ from trainer.cluster.output import print_line
 from trainer.config import RunConfig
 from trainer.data.base import Loader
 from trainer.errors import ConfigError, TrainerError
-from trainer.loop.random_numbers import random_state, set_random_state
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import as_real
 
@@ -51,20 +49,14 @@ def check_consistency(strategy: Strategy, facts: Mapping[str, object]) -> None:
 
 def warn_of_other_data(strategy: Strategy, loader: Loader) -> None:
     """Warn on rank 0 if some items of a loader's dataset are not the same on all ranks. Collective."""
-    world = strategy.world
-    if world.size == 1:
+    if strategy.world.size == 1:
         return
-    state = random_state(world.device)
-    digests = loader.digests()
-    set_random_state(state, world.device)
-    by_rank = strategy.all_gather_object(digests)
-    # A rank whose items take longer has drawn fewer of them.
-    for name in by_rank[0] if world.is_root else ():
-        parts = zip_longest(*(theirs[name] for theirs in by_rank if name in theirs), fillvalue=0)
-        for part in parts:
-            if None not in part and (ranks := _differing_ranks(part)) is not None:
-                print_line(_OTHER_DATA.format(name, *sorted(ranks)), sys.stderr)
-                return
+    by_rank = strategy.all_gather_object(loader.digests())
+    for name in by_rank[0] if strategy.world.is_root else ():
+        digests = [theirs.get(name) for theirs in by_rank]
+        if None not in digests and (ranks := _differing_ranks(digests)) is not None:
+            print_line(_OTHER_DATA.format(name, *sorted(ranks)), sys.stderr)
+            return
 
 
 _OTHER_DATA = (

@@ -173,13 +173,13 @@ class Updates:
         weighted = loss if weight == 1.0 else loss * weight
         # The mean over an empty batch may be NaN, and 0 × NaN is NaN. These hooks make its gradients zeros, and so do
         # those of statistics that all ranks sum up.
-        trained = () if weight else self._prepared.trained()
-        hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]
+        hooks = () if weight else [each.register_hook(torch.zeros_like) for each in self._prepared.trained()]
         self._is_unfinished = True
+        self._batches.begin_pass(weight)
         try:
-            with self._batches.in_pass(weight):
-                weighted.backward(**options)
+            weighted.backward(**options)
         finally:
+            self._batches.end_pass()
             for hook in hooks:
                 hook.remove()
         self._is_unfinished = False

@@ -47,7 +47,6 @@ _HEAD = re.compile(rb"trainer-heartbeat ([1-9][0-9]{0,6})\n")
 _READINGS = 20
 """How often a reader tries to get a consistent copy."""
 _WHAT_BYTES = 48
-_NONE_LEFT = object()
 
 
 class State:
@@ -283,7 +282,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _writable() -> Record | None:
+def writable() -> Record | None:
     """Return the record in the thread that has made it; None without one, and in other threads."""
     return _record if _record is not None and _record.thread == threading.get_ident() else None
 
@@ -297,7 +296,7 @@ def waits(what: str, elements: int = 0, *, counts: bool = False) -> Iterator[Non
         elements: how many the tensor has; 0 if that may differ between ranks.
         counts: whether it is a counted collective, in which all ranks take part.
     """
-    record = _writable()
+    record = writable()
     if record is None or record.state == State.WAITING:
         if record is not None:
             record.events += 1  # progress: a part of the wait has begun
@@ -339,38 +338,23 @@ def _noting(method: Callable[..., Any], what: str) -> Callable[..., Any]:
     return call
 
 
-def loading(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches, and note that this rank waits for its data while it draws one."""
-    iterator = iter(batches)
-    while True:
-        record = _writable()
-        if record is not None:
-            record.set(State.LOADER, b"data", 0)
-        try:
-            batch = next(iterator, _NONE_LEFT)
-        finally:
-            if record is not None and record.state != State.FAILED:
-                record.set(State.BETWEEN, b"", 0)
-        if batch is _NONE_LEFT:
-            return
-        yield batch
-
-
 def report_step(updates: int, *, is_new: bool) -> None:
     """Note a step of an optimizer, and the number of updates that this rank has completed. Takes a microsecond or two.
 
     Args:
         is_new: whether this step has completed another update.
     """
-    if (record := _writable()) is None:
+    record: Any = writable()
+    if record is None:
         return
-    values: dict[str, Any] = {"steps": record.steps + 1, "events": record.events + 1}
+    record.version = version = record.version | 1
+    record.steps += 1
+    record.events += 1
     if is_new:
-        now = time.monotonic()
-        values |= {"updates": updates, "progress_s": now, "reports": 0}
+        record.updates, record.progress_s, record.reports = updates, time.monotonic(), 0
         if not record.first_update:
-            values |= {"first_update": updates, "first_update_s": now}
-    record.put(**values)
+            record.first_update, record.first_update_s = updates, record.progress_s
+    record.version = version + 1
 
 
 def report_phase(phase: str) -> None:
@@ -380,7 +364,7 @@ def report_phase(phase: str) -> None:
     """
     if _record is not None:
         _record.put(phase=phase, reports=_record.reports + 1, progress_s=time.monotonic())
-        if (record := _writable()) is not None:
+        if (record := writable()) is not None:
             record.events += 1
 
 
@@ -406,7 +390,7 @@ def report_failure(kind: str, message: str, rank: int, collective: str = "") -> 
     report_join(rank)
     if _record is not None:
         _record.put(error=kind, message=message)
-    if (record := _writable()) is None:
+    if (record := writable()) is None:
         return False
     if collective and record.state == State.BETWEEN:
         record.fail(collective.encode()[:_WHAT_BYTES])
@@ -415,7 +399,7 @@ def report_failure(kind: str, message: str, rank: int, collective: str = "") -> 
 
 def _note_end() -> None:
     """Note, as Python exits, that the script has come to its end, unless an exception has ended it."""
-    if getattr(sys, "last_type", None) is None and (record := _writable()) is not None:
+    if getattr(sys, "last_type", None) is None and (record := writable()) is not None:
         record.put(is_at_end=True, events=record.events + 1)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from torch.autograd import profiler
+
+from trainer.watch.heartbeat import State, writable
 
 EXCHANGE, WAIT, LOADER, CHECKPOINT = (f"trainer: {name}" for name in ("exchange", "wait", "loader", "checkpoint"))
 """The exchange of gradients after a backward pass; within it, the wait for other ranks' gradients; the drawing of a
@@ -23,11 +25,19 @@ def span(name: str) -> AbstractContextManager[object]:
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NO_SPAN
 
 
-def each_in_span(name: str, items: Iterator[Item]) -> Iterator[Item]:
-    """Yield the items, with a span around the drawing of each."""
+def loading(batches: Iterable[Item]) -> Iterator[Item]:
+    """Yield the batches, and note that this rank waits for its data while it draws one; a profiler shows it as well."""
+    iterator = iter(batches)
     while True:
-        with span(name):
-            item = next(items, _NONE_LEFT)
-        if item is _NONE_LEFT:
+        record = writable()
+        if record is not None:
+            record.set(State.LOADER, b"data", 0)
+        try:
+            with span(LOADER):
+                batch = next(iterator, _NONE_LEFT)
+        finally:
+            if record is not None and record.state != State.FAILED:
+                record.set(State.BETWEEN, b"", 0)
+        if batch is _NONE_LEFT:
             return
-        yield item  # type: ignore[misc]  # the sentinel has gone
+        yield batch  # type: ignore[misc]  # the sentinel has gone
