@@ -233,6 +233,25 @@ def test_a_weight_of_which_one_bit_differs_is_named(name: str, bit: int) -> None
     assert expected in one_error(compare(3, job), TrainerError)
 
 
+@pytest.mark.parametrize(
+    ("weights", "order"),
+    [
+        (torch.eye(2), [1, 0]),
+        (torch.arange(16.0).view(4, 4), [0, 2, 1, 3]),
+        (torch.arange(7, dtype=torch.bfloat16), [*range(5), 6, 5]),
+        (torch.arange(12.0).view(3, 4).t(), [1, 0, 2, 3]),
+        (torch.arange(2**20).double().view(4, -1), [0, 2, 1, 3]),
+    ],
+)
+def test_weights_in_another_order_are_other_weights(weights: Tensor, order: list[int]) -> None:
+    def job(rank: int, check: PeriodicCheck) -> None:
+        when_due(check, None, [], [nn.ParameterList([weights[order] if rank else weights])])
+
+    assert "the weights of rank 1 on host a are not those of rank 0, first in 0" in one_error(
+        compare(2, job), TrainerError
+    )
+
+
 @pytest.mark.parametrize(("ranks", "odd", "named", "same"), [(2, 0, 1, 0), (2, 1, 1, 0), (3, 0, 0, 1), (3, 1, 1, 0)])
 def test_the_rank_whose_weights_differ_is_named(ranks: int, odd: int, named: int, same: int) -> None:
     def job(rank: int, check: PeriodicCheck) -> None:
