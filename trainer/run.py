@@ -317,6 +317,7 @@ class Run:
         """
         for synchronizer in self._prepared.models.values():
             synchronizer.average_weights()
+        self._updates.tell_of_not_finite()
 
     def all_reduce(self, value: Tensor | float, reduction: str = "mean") -> Tensor:
         """Return the mean or the sum of `value` over all ranks, as a new tensor on this rank's device.

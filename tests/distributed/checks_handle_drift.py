@@ -140,6 +140,25 @@ def part(strategy: Strategy, kind: str, last: int) -> None:
             parameter.data.sub_(1.0)
 
 
+def check_the_rank_whose_loss_is_not_finite_is_told_once(strategy: Strategy) -> None:
+    """Unless the ranks skip that step, as a GradScaler has them do."""
+    last = strategy.world.size - 1
+    for is_skipped in (False, True):
+        run, model = init(strategy), make_model()
+        forward, optimizer = run.prepare(model, sgd(model))
+        loader = run.loader(make_data(6 * BATCH * run.world_size), BATCH)
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            for number, (inputs, targets) in [*enumerate(loader), *enumerate(loader, 6)]:
+                loss = F.cross_entropy(forward(inputs), targets)
+                run.backward(loss * (torch.nan if number == 5 and run.rank == last else 1))
+                if number != 5 or not is_skipped:
+                    optimizer.step()
+                optimizer.zero_grad()
+        told = run.is_root and last > 0 and not is_skipped
+        assert printed.getvalue().count(f"the loss of rank {last} on host {run.host} was the first that") == told
+        assert printed.getvalue().count("not finite, in backward pass 6,") == told
+
+
 def check_ranks_may_take_other_numbers_of_passes_without_an_exchange(strategy: Strategy) -> None:
     run, model, data = init(strategy), make_model(), make_data(BATCH).to(strategy.world.device)
     forward, optimizer = run.prepare(model, sgd(model))

@@ -166,25 +166,24 @@ class ShardedLoader(Loader):
     def digests(self) -> dict[str, int]:
         """Return checksums of some items, by their names; if these are random, of attributes that tell the samples.
 
-        Each is drawn twice, with the global random generators in one state. With workers, a worker draws, because what
-        a dataset opens for its first item may not survive a fork.
+        Each is drawn twice, with the same random numbers. With workers, a worker draws, because what a dataset opens
+        for its first item may not survive a fork.
         """
         data: Any = self.dataset
         data = InMemory(data.inputs, data.targets) if isinstance(data, InMemory) else data  # a transform takes batches
         places = Permutation(self.dataset_length, 0).at(np.arange(min(self.dataset_length, _DRAWN), dtype=np.uint64))
-        twice = [[place] for place in sorted(places.tolist()) for _ in range(2)]
-        data_loader = self._make_data_loader(data, batch_sampler=[twice[0], *twice])
-        data_loader.collate_fn, data_loader.pin_memory = _digest_and_seed, False
-        data_loader.num_workers = min(self.num_workers, 1)
+        items = {f"item {place} of the dataset": [place] for place in sorted(places.tolist())}
+        twice = [item for item in items.values() for _ in range(2)]
+        options = {"collate_fn": _digest_and_seed, "num_workers": min(self.num_workers, 1), "pin_memory": False}
         try:
             with seeded(0):
-                drawn: list[Any] = [*batches_of(data_loader, 0)][1:]  # before the first, their state is not known
-            if drawn[::2] != drawn[1::2]:
-                return _checksums_of_attributes(data)
+                data_loader = self._make_data_loader(data, batch_sampler=[twice[0], *twice], **options)
+                drawn: list[Any] = [*batches_of(data_loader, 0)][1:]  # the first one is drawn with other random numbers
+            is_random = drawn[::2] != drawn[1::2]
+            return _checksums_of_attributes(data) if is_random else dict(zip(items, drawn[::2], strict=True))
         except Exception as error:  # it comes again where the item is needed
             error.__traceback__ = None  # which would keep the worker
             return {}
-        return {f"item {place} of the dataset": checksum for [place], checksum in zip(twice, drawn, strict=True)}
 
     def __len__(self) -> int:
         """Return the steps in an epoch, the same on every rank. In an evaluation a rank may have fewer."""

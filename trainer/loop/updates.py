@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ from trainer.watch.spans import EXCHANGE, span
 _UNREACHED = (
     "trainer: WARNING: run.backward has reached no parameter of a model that was prepared. Each rank trains what it "
     "reaches instead, a copy of such a model say, on its own batches alone: prepare that"
+)
+
+_NOT_FINITE = (
+    "trainer: WARNING: the loss of {} was the first that was not finite, in backward pass {}, and no rank's is since "
+    "then. Look at its batch there; run.all_reduce tells all ranks to skip such a batch (docs/own-loop.md)"
 )
 
 
@@ -63,7 +69,7 @@ class Updates:
         """Whether a later pass of the same update will send the last pass's gradients."""
         self._is_unfinished = False
         """Whether a backward pass runs, or has ended in an error."""
-        self._had_no_sync = self._has_warned = False
+        self._had_no_sync = self._has_warned = self._has_told = False
         self._in_no_sync = 0
         self._passes = 0
         """Backward passes without a loader."""
@@ -74,6 +80,8 @@ class Updates:
         """This rank's samples in the earlier passes of the current update, as the script gives them."""
         self._before: Marks | None = None
         """The gradients before the first of the passes with samples; None during that first pass."""
+        self._losses: list[tuple[int, Tensor]] = []
+        """This rank's losses since a finite one was last seen, each with the number of its all-reduce, from 1."""
         self._exchanges = 0
         """All-reduces of gradients, of whichever models, after which `PeriodicCheck` may compare the ranks."""
         self._stepped: weakref.WeakKeyDictionary[Synchronizer, set[int]] = weakref.WeakKeyDictionary()
@@ -116,6 +124,8 @@ class Updates:
             synchronizer.before_backward(is_local=self._is_local, is_weightless=weight == 0.0)
         self._run_pass(loss, weight, options)
         self._prepared.backwards += 1
+        if weight and self._strategy.world.size > 1:
+            self._losses.append((self._exchanges + 1, loss.detach() if not loss.dim() else loss.detach().sum()))
         for synchronizer in synchronizers:
             synchronizer.after_backward()
         reached = [synchronizer for synchronizer in synchronizers if synchronizer.is_reached]
@@ -144,6 +154,23 @@ class Updates:
                 raise ConfigError(f"this {type(optimizer).__name__} was not prepared; call run.prepare with it first")
         if kept := [each for each in self._prepared.synchronizers if each.has_local_gradients]:
             self._all_reduce(kept)
+
+    def tell_of_not_finite(self) -> None:
+        """Warn once of the rank whose loss was the first that was not finite, if no rank's is since. Collective."""
+        if self._strategy.world.size == 1 or not self._exchanges or self._has_told:
+            return
+        values = torch.stack([loss for _, loss in self._losses]).tolist() if self._losses else [0.0]
+        if isfinite(values[-1]):
+            self._losses = []
+        # Where a step was skipped, as GradScaler does, another rank's last loss is finite.
+        pairs = zip(self._losses, values, strict=False)
+        first = next((number for (number, _), value in pairs if not isfinite(value)), 0)
+        by_rank = self._strategy.all_gather_object((first, self._strategy.world.host))
+        self._has_told = all(number for number, _ in by_rank)
+        if self._has_told and self._strategy.world.is_root:
+            (first, _), ranks = min(by_rank), enumerate(by_rank)
+            who = ", ".join(f"rank {rank} on host {host}" for rank, (number, host) in ranks if number == first)
+            print_line(_NOT_FINITE.format(who, first), sys.stderr)
 
     def _check_pass(self) -> None:
         self._running.clear()  # of steps that ended in an error
@@ -298,6 +325,7 @@ class Updates:
 
     def _compare(self) -> None:
         prepared = self._prepared
+        self.tell_of_not_finite()
         if not self._periodic.due_after:  # the first comparison
             warn_of_twins(self._strategy, self._batches.first_inputs)
         prepared.check_known()
