@@ -72,18 +72,34 @@ def check_a_loader_that_one_rank_has_begun_before_is_told(strategy: Strategy) ->
 
 
 def check_a_batch_that_is_the_same_on_two_ranks_is_told_once(strategy: Strategy) -> None:
-    for is_same in (True, False):
+    """Unless each rank's loss is over other samples of it, as over other nodes of a graph."""
+    for kind in ("same", "other inputs", "other rows"):
         run, model = init(strategy), make_model()
         data = make_data(BATCH).to(run.device)
+        rows = (
+            torch.arange(BATCH, device=run.device) % run.world_size == run.rank if kind == "other rows" else slice(None)
+        )
         forward, optimizer = run.prepare(model, sgd(model))
         with contextlib.redirect_stderr(io.StringIO()) as printed:
             for _ in range(3):
-                run.backward(F.cross_entropy(forward(data.inputs + (not is_same) * run.rank), data.targets))
+                outputs = forward(data.inputs + (kind == "other inputs") * run.rank)
+                run.backward(F.cross_entropy(outputs[rows], data.targets[rows]))
                 optimizer.step()
                 optimizer.zero_grad()
             train(run, forward, optimizer)
-        told = run.is_root and run.world_size > 1 and is_same
+        told = run.is_root and run.world_size > 1 and kind == "same"
         assert printed.getvalue().count("ranks 0 and 1 have trained on the same batch") == told, printed.getvalue()
+
+
+def check_ranks_that_seed_later_epochs_alike_are_told_once(strategy: Strategy) -> None:
+    run, model = init(strategy), make_model()
+    forward, optimizer = run.prepare(model, sgd(model))
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        for epoch in range(3):
+            train(run, forward, optimizer)
+            torch.manual_seed(epoch)
+    told = run.is_root and run.world_size > 1
+    assert printed.getvalue().count("ranks 0 and 1 draw the same random numbers") == told, printed.getvalue()
 
 
 def check_each_rank_draws_numbers_of_its_own(strategy: Strategy) -> None:

@@ -299,15 +299,14 @@ class ShardedLoader(Loader):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles values to compare them, tensors by their numbers alone."""
-
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return NotImplemented
         return bytes, (value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),)
 
 
-def _digest(value: Any) -> int:
+def digest(value: Any) -> int:
+    """Return a checksum of a value of any type that can be pickled, of tensors by their numbers alone."""
     pickler = _Pickler(file := BytesIO())
     pickler.fast = True  # equal parts count alike, whether they are one object or two
     pickler.dump(value)
@@ -316,7 +315,7 @@ def _digest(value: Any) -> int:
 
 def _digest_and_seed(samples: list[Any]) -> Any:
     """Digest an item, as the `collate_fn` of a DataLoader; the next one is drawn with these random numbers."""
-    checksum = _digest(samples)
+    checksum = digest(samples)
     seed_globally(0)
     return checksum
 
@@ -329,7 +328,7 @@ def _checksums_of_attributes(dataset: Any, names: Sequence[str] = _ATTRIBUTES) -
             if isinstance(values := getattr(dataset, name, None), Sequence | Tensor | np.ndarray):
                 few = values[:: len(values) // _MOST_CHECKED + 1]
                 key = f"{name} of {type(dataset).__name__}"
-                found[key] = _digest([few, found.get(key)])  # a Subset may be one of a Subset
+                found[key] = digest([few, found.get(key)])  # a Subset may be one of a Subset
         dataset = getattr(dataset, "dataset", None)
     return found
 

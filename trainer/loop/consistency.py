@@ -62,10 +62,9 @@ def warn_of_other_data(strategy: Strategy, loader: Loader) -> None:
 
 
 _OTHER_DATA = (
-    "trainer: WARNING: {} is not the same on ranks {} and {}. A loader takes each sample from one rank alone, so what "
-    "another rank has in its place is never seen, or a test's sample is trained on. Draw and split data with a seed "
-    "(random_state=0) or before run.prepare, sort labels before you number them, or take rank 0's by run.broadcast. If "
-    "each rank is meant to have a part of its own, give run.loader already_sharded=True"
+    "trainer: WARNING: {} is not the same on ranks {} and {}: some samples are never seen, or a test's are trained on. "
+    "Draw and split data with a seed (random_state=0) or before run.prepare, number labels in a sorted order, or take "
+    "rank 0's by run.broadcast. If each rank is meant to have a part of its own, give run.loader already_sharded=True"
 )
 
 

@@ -69,7 +69,7 @@ class Updates:
         """Whether a later pass of the same update will send the last pass's gradients."""
         self._is_unfinished = False
         """Whether a backward pass runs, or has ended in an error."""
-        self._had_no_sync = self._has_warned = self._has_told = False
+        self._had_no_sync = self._has_warned = self._has_told = self._has_twins = False
         self._in_no_sync = 0
         self._passes = 0
         """Backward passes without a loader."""
@@ -190,7 +190,8 @@ class Updates:
             if update == self._batches.update and (kept := held()) is not None and kept.grad is None:
                 raise TrainerError(
                     "the gradients of this update's earlier batches are gone, and accumulate is "
-                    f"{self._config.accumulate}; call zero_grad only after a step, where run.sync_gradients is true"
+                    f"{self._config.accumulate}; call zero_grad only after a step, where run.sync_gradients is true: "
+                    "also after the last batch of an epoch, which closes an update"
                 )
         if prepared.has_frozen:
             prepared.check_frozen()
@@ -324,10 +325,12 @@ class Updates:
         self._had_no_sync = False
 
     def _compare(self) -> None:
-        prepared = self._prepared
+        prepared, inputs = self._prepared, self._batches.first_inputs
+        if not self._has_twins:
+            # Inputs may be the same where losses are over different parts, such as the nodes of a graph.
+            batch = (inputs, self._losses[0][1].item()) if inputs and self._losses else None
+            self._has_twins = warn_of_twins(self._strategy, batch)
         self.tell_of_not_finite()
-        if not self._periodic.due_after:  # the first comparison
-            warn_of_twins(self._strategy, self._batches.first_inputs)
         prepared.check_known()
         # Within no_sync, each rank's weights may differ for a while, as in sharpness-aware minimization.
         equal = all(each.weights_are_equal for each in prepared.synchronizers) and not self._had_no_sync
@@ -381,7 +384,7 @@ class Updates:
         if not self._batches.current.closes_update:
             raise TrainerError(
                 f"optimizer.step() came before the update's {self._config.accumulate} batches were complete; step only "
-                "where run.sync_gradients is true"
+                "where run.sync_gradients is true: also after the last batch of an epoch, which closes an update"
             )
         if is_repeated and any(parameter.grad is not None for parameter in parameters_of(optimizer)):
             raise TrainerError(
