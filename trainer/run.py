@@ -205,8 +205,7 @@ class Run:
         """
         if from_run := {"seed", "accumulate"} & set(options):
             raise ConfigError(f"run.loader takes {min(from_run)} from the run; set it in trainer.init")
-        is_part = options.get("already_sharded", False)
-        kind: Any = StreamLoader if is_stream(dataset) or is_part else ShardedLoader
+        kind: Any = StreamLoader if is_stream(dataset) or options.get("already_sharded") else ShardedLoader
         if self.strategy.shards and kind is StreamLoader and not training:
             raise ConfigError(
                 "an iterable dataset has another number of evaluation steps on each rank, and under this strategy "

@@ -150,7 +150,7 @@ def test_a_sampler_that_does_not_end_is_told(options: dict[str, Any]) -> None:
 
     *_, (name, drawn) = options.items()
     made: dict[str, Any] = {**options, name: Cycle([drawn])}
-    with pytest.raises(ConfigError, match="Cycle has a length of 1, and does not end after 1010 draws"):
+    with pytest.raises(ConfigError, match="Cycle has a length of 1, and no end after 1010 draws"):
         list(ShardedLoader(numbered(5), **made))
 
 

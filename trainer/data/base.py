@@ -191,10 +191,6 @@ class Loader(ABC):
     def must_agree(self) -> Mapping[str, Any]:
         """Facts that have to be the same on all ranks, by their name in an error."""
 
-    def digests(self) -> dict[str, int]:
-        """Return checksums of some items, by their names. Where each rank has a part of its own, there are none."""
-        return {}
-
     @property
     def updates(self) -> int:
         """Optimizer updates in an epoch of `len(self)` steps; the last update may have fewer steps than the others."""

@@ -326,9 +326,8 @@ def _checksums_of_attributes(dataset: Any, names: Sequence[str] = _ATTRIBUTES) -
     while dataset is not None:
         for name in names:
             if isinstance(values := getattr(dataset, name, None), Sequence | Tensor | np.ndarray):
-                few = values[:: len(values) // _MOST_CHECKED + 1]
-                key = f"{name} of {type(dataset).__name__}"
-                found[key] = digest([few, found.get(key)])  # a Subset may be one of a Subset
+                key = f"{name} of {type(dataset).__name__}"  # which may be one of several, a Subset of a Subset
+                found[key] = digest([values[:: len(values) // _MOST_CHECKED + 1], found.get(key)])
         dataset = getattr(dataset, "dataset", None)
     return found
 

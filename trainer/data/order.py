@@ -195,8 +195,8 @@ def _compact(keys: list[Any]) -> Tensor | list[Any]:
 
 def _length_of(sampler: Any) -> int:
     for inner in samplers_in(sampler):
-        held = _held_by(inner).items()
-        if any(value != 1 for name, value in held if name.strip("_") in ("num_replicas", "world_size", "num_shards")):
+        held = {name.strip("_"): value for name, value in _held_by(inner).items()}
+        if any(held.get(name) not in (None, 1) for name in ("num_replicas", "world_size", "num_shards")):
             raise ConfigError(
                 f"a loader divides what is drawn among the ranks itself; leave {type(inner).__name__} out, or give it "
                 "num_replicas=1, rank=0"
@@ -225,9 +225,7 @@ def draw(sampler: Any, *, epoch: int, seed: int) -> list[Any]:
                 _seed(held, (mixed + number) % 2**63)
         drawn = list(islice(sampler, most := 10 * len(sampler) + 1000))
     if len(drawn) == most:
-        raise ConfigError(
-            f"{type(sampler).__name__} has a length of {len(sampler)}, and does not end after {most} draws"
-        )
+        raise ConfigError(f"{type(sampler).__name__} has a length of {len(sampler)}, and no end after {most} draws")
     return drawn
 
 

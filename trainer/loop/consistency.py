@@ -21,6 +21,7 @@ from trainer.cluster.gpus import SHARING_HINT, gpu_id, sharing_is_on
 from trainer.cluster.output import print_line
 from trainer.config import RunConfig
 from trainer.data.base import Loader
+from trainer.data.loader import ShardedLoader
 from trainer.errors import ConfigError, TrainerError
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import as_real
@@ -53,7 +54,7 @@ def warn_of_other_data(strategy: Strategy, loader: Loader) -> None:
     """Warn on rank 0 if some items of a loader's dataset are not the same on all ranks. Collective."""
     if strategy.world.size == 1:
         return
-    by_rank = strategy.all_gather_object(loader.digests())
+    by_rank = strategy.all_gather_object(loader.digests() if isinstance(loader, ShardedLoader) else {})
     for name in by_rank[0] if strategy.world.is_root else ():
         digests = [theirs.get(name) for theirs in by_rank]
         if None not in digests and (ranks := _differing_ranks(digests)) is not None:

@@ -163,8 +163,7 @@ class Updates:
         if isfinite(values[-1]):
             self._losses = []
         # Where a step was skipped, as GradScaler does, another rank's last loss is finite.
-        pairs = zip(self._losses, values, strict=False)
-        first = next((number for (number, _), value in pairs if not isfinite(value)), 0)
+        first = next((n for (n, _), value in zip(self._losses, values, strict=False) if not isfinite(value)), 0)
         by_rank = self._strategy.all_gather_object((first, self._strategy.world.host))
         self._has_told = all(number for number, _ in by_rank)
         if self._has_told and self._strategy.world.is_root:
