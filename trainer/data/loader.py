@@ -22,6 +22,7 @@ from trainer.data.order import Drawn, DrawnBatches, Epoch, EpochOrder, seed_glob
 from trainer.data.permutation import Permutation
 from trainer.data.shard_plan import ShardPlan
 from trainer.errors import ConfigError
+from trainer.watch.spans import loading
 
 Batch = tuple[Any, Any]
 
@@ -178,7 +179,7 @@ class ShardedLoader(Loader):
         try:
             with seeded(0):
                 data_loader = self._make_data_loader(data, batch_sampler=[twice[0], *twice], **options)
-                drawn: list[Any] = [*batches_of(data_loader, 0)][1:]  # the first one is drawn with other random numbers
+                drawn: list[Any] = [*loading(batches_of(data_loader, 0))][1:]  # the first is drawn with other numbers
             is_random = drawn[::2] != drawn[1::2]
             return _checksums_of_attributes(data) if is_random else dict(zip(items, drawn[::2], strict=True))
         except Exception as error:  # it comes again where the item is needed
