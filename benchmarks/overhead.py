@@ -90,7 +90,7 @@ def make_blocks(steps: int) -> tuple[trainer.Trainer, Block, Block]:
         model,
         torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM),
         F.cross_entropy,
-        config=trainer.TrainerConfig(batch_size=BATCH_SIZE, scale_lr=False, decay="none", seed=SEED, device="cpu"),
+        config=trainer.TrainerConfig(batch_size=BATCH_SIZE, scale_lr=False, seed=SEED, device="cpu"),
         output=None,
         progress=False,
     )

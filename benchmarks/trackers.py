@@ -74,7 +74,7 @@ def differences_us(tracker: str, pairs: int, steps: int) -> Iterator[float]:
         model,
         torch.optim.SGD(model.parameters(), lr=0.01),
         F.cross_entropy,
-        config=trainer.TrainerConfig(batch_size=_BATCH_SIZE, scale_lr=False, decay="none", device="cpu"),
+        config=trainer.TrainerConfig(batch_size=_BATCH_SIZE, scale_lr=False, device="cpu"),
         callbacks=[switch],
         output=None,
         progress=False,

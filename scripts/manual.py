@@ -3,12 +3,14 @@
     .venv/bin/python scripts/manual.py    # takes no options
 
 README.md becomes the first page. A file outside docs/ that a page links to becomes a page with its text, so links are
-written as they hold in the checkout. A broken link ends the build.
+written as they hold in the checkout. A broken link ends the build, and so does a page that would load something from
+elsewhere.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
@@ -17,9 +19,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = ROOT / "build" / "manual"
-"""mkdocs.yml names it as the folder of the pages."""
+PAGES, SITE = ROOT / "build" / "manual", ROOT / "site"
+"""mkdocs.yml names them as the folders of the pages and of the site."""
 _LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?!https?:|mailto:|#)(?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+_LOADED = re.compile(
+    r"<(?:script|link|img|iframe|source|video|audio|embed|object)\b[^>]*?"
+    r"\s(?:src|srcset|href|data|poster)=[\"']?((?:https?:)?//[^\"'\s>]+)"
+    r"|(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')]+)"
+    r"|(class=\"[^\">]*\b(?:mermaid|glightbox)\b)"
+)
+"""What a browser loads from elsewhere for a page or a style; for some classes the theme's script does."""
 
 
 def main() -> int:
@@ -43,7 +52,19 @@ def main() -> int:
     built = subprocess.run(build, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     print(built.stdout, end="")
     # --strict lets pass what is wrong in a docstring: griffe, which reads them, only warns.
-    return built.returncode or int("griffe: " in built.stdout)
+    if built.returncode or "griffe: " in built.stdout:
+        return built.returncode or 1
+    for file in (file for file in SITE.rglob("*") if file.suffix in (".html", ".css")):
+        if found := loaded_from_elsewhere(file.read_text()):
+            raise SystemExit(f"manual.py: {file.relative_to(ROOT)} would load {found}, which is not in the site")
+    print(f"the manual is in {(SITE / 'index.html').relative_to(ROOT)}, which a browser opens as a file")
+    return 0
+
+
+def loaded_from_elsewhere(text: str) -> str:
+    """Return what a browser would load from elsewhere for an HTML or CSS file; empty for nothing. Links are nothing."""
+    found = _LOADED.search(text)
+    return next(filter(None, found.groups())) if found else ""
 
 
 def _with_links_of_the_site(page: Path, source: Path) -> tuple[str, set[Path]]:
@@ -84,6 +105,9 @@ def _show(file: Path) -> str:
         raise SystemExit(f"manual.py: a page links to {name}, which is not there")
     if file.suffix == ".md":
         return file.read_text()
+    if file.suffix == ".ipynb":
+        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(file.read_text())["cells"]]
+        return "\n\n".join(text if kind == "markdown" else f"````python\n{text}\n````" for kind, text in cells)
     return f"# {name}\n\n````{file.suffix.removeprefix('.') or 'text'}\n{file.read_text()}\n````\n"
 
 

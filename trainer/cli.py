@@ -11,6 +11,7 @@ from trainer.checkpoint.disk.merge import add_parser as add_merge_parser
 from trainer.checkpoint.disk.merge import merge
 from trainer.errors import ConfigError, TrainerError
 from trainer.ops import environment, requeue
+from trainer.ops.command import did_you_mean
 from trainer.ops.doctor import command as doctor
 from trainer.ops.supervise import options
 from trainer.ops.supervise.supervisor import supervise
@@ -32,7 +33,8 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; return the exit code."""
-    parsed = get_parser().parse_args(options.with_file(sys.argv[1:] if arguments is None else arguments))
+    words = options.with_file(sys.argv[1:] if arguments is None else arguments)
+    words = [*words[1:], "--help"] if words[:1] in ([], ["help"]) else words
     starts: dict[str, Callable[[], int]] = {
         "run": lambda: supervise(options.to_options(parsed)),
         "doctor": lambda: doctor.examine(parsed),
@@ -40,6 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "env": environment.print_environment,
         "merge": lambda: merge(parsed.checkpoint, parsed.file),
     }
+    parser, valid = get_parser(), (*starts, "help", "-h", "--help", "--version")
+    if words[0] not in valid:
+        near = did_you_mean(words[0], valid) or f"; valid are {', '.join(starts)}"
+        parser.error(f"there is no command {words[0]!r}{near}")
+    parsed = parser.parse_args(words)
     try:
         return starts[parsed.subcommand]()
     except TrainerError as error:

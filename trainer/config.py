@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
 
 from trainer.errors import ConfigError
 
@@ -180,6 +180,22 @@ class RunConfig(_Checked):
         return int(match[1] or _POWERSGD_RANK) if match else None
 
 
+class RunSettings(TypedDict, total=False):
+    """The fields of `RunConfig` one by one, so that an editor completes them and a type checker knows their names."""
+
+    accumulate: int
+    precision: str
+    compression: str
+    full_updates: int
+    sync_every: int
+    seed: int
+    sync_batch_norm: bool
+    compile: bool
+    device: str
+    hang_timeout_s: float | None
+    fsdp: FsdpConfig
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(RunConfig):
     """How `Trainer` trains: the settings of the handle, and those of the loop.
@@ -196,15 +212,18 @@ class TrainerConfig(RunConfig):
     """Samples per rank and step of an evaluation; None takes `batch_size`."""
     clip_norm: float | None = None
     """Largest 2-norm of the all-reduced gradient over all parameters; None does not clip."""
+    shuffle: bool = True
+    """Train in a new order in every epoch; otherwise in the order of the dataset."""
     scale_lr: bool = True
     """Multiply the learning rate by world size × accumulate (Goyal et al. 2017).
 
-    With `global_batch_size`, which does not grow with the ranks, by accumulate alone.
+    With `global_batch_size`, which does not grow with the ranks, by accumulate alone. False leaves the learning rate to
+    the script, as in a single process: there is no warm-up either, and no decay unless it is given.
     """
     warmup_epochs: Annotated[float, _FROM_0] = 1.0
     """Epochs of warm-up, from the single-rank learning rate to the scaled one; with `global_batch_size` from 0."""
-    decay: Annotated[str, ("none", "cosine")] = "cosine"
-    """Decay of the learning rate after the warm-up."""
+    decay: Annotated[str | None, ("none", "cosine")] = None
+    """Decay of the learning rate after the warm-up; None takes cosine where the rate is scaled."""
     channels_last: bool = False
     """Keep 4-D inputs and the weights of 2-D convolutions in NHWC order, which convolutions on GPUs under bf16 and fp16
     prefer, and those on the CPUs of docs/performance.md in fp32, too. The weights keep this order after the training.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,17 +36,44 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def save_atomically(path: Path, value: Any) -> None:
     """Have `torch.save` write beside `path`, in folders that are made where they are not there, and rename.
 
+    A model's state goes into a file whose name ends in `.safetensors` in that format, which transformers, vLLM and
+    others read.
+
     Raises:
         TrainerError: it cannot be written; what was there stays.
+        ConfigError: `.safetensors` is given for something else, or the package safetensors is not installed.
     """
     import torch  # here, because commands that need no PyTorch import this module
 
+    is_for_others = path.suffix == ".safetensors"
+    write = _safetensors_of(path, value) if is_for_others else lambda file: torch.save(value, file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_beside(path, lambda file: torch.save(value, file))
+        _write_beside(path, write)
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise TrainerError(f"{path} cannot be written: {reason}") from None
+
+
+def _safetensors_of(path: Path, state: Any) -> Callable[[BinaryIO], object]:
+    """Return what writes a model's state into an open file."""
+    import torch
+
+    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise ConfigError(f"{path} is for the state of a model, whose values are all tensors; name another file for it")
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise ConfigError(f"{path} needs the package safetensors; install it, or name a file for torch.save") from None
+    tensors: dict[str, torch.Tensor] = {}
+    memory: set[int] = set()
+    for name, value in state.items():
+        tensor = value.detach().cpu().contiguous()
+        address = tensor.untyped_storage().data_ptr()
+        # The format has no names for one memory, as tied weights have it: readers find each name.
+        tensors[name] = tensor.clone() if address in memory else tensor
+        memory.add(address)
+    return lambda file: save_file(tensors, file.name, {"format": "pt"})
 
 
 def _partial(path: Path) -> Path:

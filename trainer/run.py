@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, TypeVar, Unpack, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainer.checkpoint.run.checkpoints import Checkpoints
 from trainer.checkpoint.run.contents import Contents
 from trainer.cluster.output import print_line
-from trainer.config import CheckpointConfig, RunConfig, settings_from
+from trainer.config import CheckpointConfig, RunConfig, RunSettings, settings_from
 from trainer.data.base import NOT_GIVEN, CommonOptions, Loader, is_stream
 from trainer.data.given import arguments_from
 from trainer.data.loader import ShardedLoader
@@ -42,6 +42,11 @@ from trainer.report.run_record import describe_run
 from trainer.strategies.base import Strategy
 from trainer.watch.failure import report_failures
 
+_T1 = TypeVar("_T1", bound=nn.Module | Optimizer)
+_T2 = TypeVar("_T2", bound=nn.Module | Optimizer)
+_T3 = TypeVar("_T3", bound=nn.Module | Optimizer)
+_T4 = TypeVar("_T4", bound=nn.Module | Optimizer)
+
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Types that not every transport can add, or that a sum over ranks may overflow, each with the type that is sent.
 _SENT_AS = {
@@ -56,7 +61,7 @@ _CUT = (
 )
 
 
-def init(strategy: str | Strategy = "auto", *, config: RunConfig | None = None, **settings: Any) -> Run:
+def init(strategy: str | Strategy = "auto", *, config: RunConfig | None = None, **settings: Unpack[RunSettings]) -> Run:
     """Join the job that this process was launched into, and return its handle. Collective.
 
     Args:
@@ -128,6 +133,32 @@ class Run:
     def batch_samples(self) -> int:
         """Number of samples in the most recent training batch, to weight your own sums; 0 for a padding batch."""
         return self._batches.current.count
+
+    @overload
+    def prepare(self, first: _T1, /) -> _T1: ...
+    @overload
+    def prepare(self, first: DataLoader[Any], /, *, per_rank: bool = False) -> Loader: ...
+    @overload
+    def prepare(self, first: _T1, second: _T2, /) -> tuple[_T1, _T2]: ...
+    @overload
+    def prepare(
+        self, first: _T1, second: _T2, third: DataLoader[Any], /, *, per_rank: bool = False
+    ) -> tuple[_T1, _T2, Loader]: ...
+    @overload
+    def prepare(
+        self, first: _T1, second: _T2, third: DataLoader[Any], /, *, evaluation: DataLoader[Any], per_rank: bool = False
+    ) -> tuple[_T1, _T2, Loader, Loader]: ...
+    @overload
+    def prepare(self, first: _T1, second: _T2, third: _T3, /) -> tuple[_T1, _T2, _T3]: ...
+    @overload
+    def prepare(self, first: _T1, second: _T2, third: _T3, fourth: _T4, /) -> tuple[_T1, _T2, _T3, _T4]: ...
+    @overload
+    def prepare(
+        self,
+        *objects: nn.Module | Optimizer | DataLoader[Any],
+        evaluation: DataLoader[Any] | None = None,
+        per_rank: bool = False,
+    ) -> Any: ...
 
     def prepare(
         self,
@@ -410,8 +441,11 @@ class Run:
     def save(self, value: Any, path: str | Path) -> None:
         """Save a value by `torch.save` on rank 0, whole or not at all; other ranks return at once.
 
+        The state of a model goes into a file `….safetensors` in that format, with all its names.
+
         Raises:
             TrainerError: rank 0 cannot write it.
+            ConfigError: what `….safetensors` is for is no state of a model, or the package is not installed.
         """
         if self.is_root:
             save_atomically(Path(path), value)

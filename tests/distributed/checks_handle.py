@@ -141,7 +141,7 @@ def check_a_state_dict_has_the_models_own_names(strategy: Strategy) -> None:
     assert list(forward.state_dict()) == list(model.state_dict())
     assert [name for name, _ in forward.named_parameters()] == [name for name, _ in model.named_parameters()]
     assert [name for name, _ in forward.named_buffers()] == [name for name, _ in model.named_buffers()]
-    assert forward.describe() == "mine"
+    assert forward.describe() == "mine"  # type: ignore[operator]
     assert run.unwrap(forward) is model
     forward.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
     assert not any(bool(parameter.any()) for parameter in model.parameters())

@@ -273,7 +273,7 @@ def check_parameters_of_any_type_equal_one_process(strategy: Strategy) -> None:
 
 def check_a_sweep_keeps_no_model(strategy: Strategy) -> None:
     """Not that of an earlier call either: the parameters are gone, without a garbage collection."""
-    run, gone = init(strategy), []
+    run, gone = init(strategy), list[Any]()
     gc.collect()
     gc.disable()
     try:

@@ -30,6 +30,8 @@ LAUNCHED = {
 }
 RECIPES = "docs/trackers.md"
 """The page whose blocks make a script in pairs, and need the trackers: tests/distributed/test_trackers.py runs them."""
+HUGGING_FACE = "docs/hugging-face.md"
+"""The page whose script needs transformers: tests/distributed/test_hugging_face.py runs it."""
 _IN_SHELL = "import os, sys; os.chdir(sys.argv[1]); os.execvp('bash', ['bash', '-c', sys.argv[2]])"
 
 PLAIN_LOOP = """\
@@ -72,7 +74,7 @@ def write_snippets(folder: Path, *, with_plain_loop: bool = False) -> list[str]:
 def _scripts(kind: str) -> list[Unit]:
     """Return the blocks that are scripts which train; those of some pages have tests of their own."""
     # What docs/coming-from-*.md show are parts of files, which test_coming_from.py runs.
-    is_elsewhere = ("docs/coming-from-", RECIPES)
+    is_elsewhere = ("docs/coming-from-", "docs/recipes.md", RECIPES, HUGGING_FACE)
     return [unit for unit in units(kind) if not unit.page.startswith(is_elsewhere) and unit not in launching_units()]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import manual
 import pytest
 import torch
 
@@ -54,6 +55,36 @@ def test_columns_that_are_cut_by_hand_train_as_one_process_does(trained: Trained
     assert (one - two).norm() < 1e-5 * one.norm()
 
 
+# What stands before and behind each recipe of docs/recipes.md.
+CHECKED = [
+    ("", "assert 3 <= epoch < 99 and run.all_gather(epoch) == [epoch, epoch]"),
+    ("", "assert len(test) == len(predictions) and (predictions - model(test.inputs)).norm() < 1e-5"),
+    (
+        """
+class Linear(torch.nn.Linear):
+    def forward(self, rows):
+        if len(rows) > 100 * (run.rank + 1):
+            raise torch.OutOfMemoryError("a GPU's")
+        return super().forward(rows)
+model.__class__ = Linear
+""",
+        "assert (size, len(loader)) == (64, 8)",
+    ),
+]
+
+
+def test_each_recipe_does_what_it_says(tmp_path: Path) -> None:
+    common, *recipes = [unit.text for unit in units("python") if unit.page == "docs/recipes.md"]
+    scripts = [
+        "\n".join([common, before, recipe, check]) for recipe, (before, check) in zip(recipes, CHECKED, strict=True)
+    ]
+    (tmp_path / "train.py").write_text("".join(f"exec({script!r}, {{}})\n" for script in scripts) + "print('all')")
+    outcome = in_shell(tmp_path, "horovodrun -np 2 python train.py")
+    assert outcome.code == 0, outcome.output
+    assert outcome.output.count("all") == 2
+    assert "trainer: WARNING" not in outcome.output
+
+
 @pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
@@ -64,3 +95,34 @@ def test_links_lead_somewhere(page: str) -> None:
         if heading:
             headings = re.findall(r"^#+ (.+)", target.read_text(), re.MULTILINE)
             assert heading in [re.sub(r"[^\w-]", "", title.lower().replace(" ", "-")) for title in headings], link
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('<script src="https://unpkg.com/iframe-worker/shim">', "https://unpkg.com/iframe-worker/shim"),
+        ("<img alt=x src=//a.org/b.png>", "//a.org/b.png"),
+        ('<link rel="stylesheet" href="http://a.org/b.css">', "http://a.org/b.css"),
+        ("@font-face { src: url('https://a.org/b.woff') }", "https://a.org/b.woff"),
+        ('<pre class="x mermaid">', 'class="x mermaid'),
+        ('<a href="https://a.org">a</a><script src="./a.js"></script><code>wget https://a.org</code>', ""),
+    ],
+)
+def test_the_site_has_all_that_it_loads(text: str, found: str) -> None:
+    """`make docs` ends with an error otherwise."""
+    assert manual.loaded_from_elsewhere(text) == found
+
+
+def test_the_site_shows_a_notebook_as_one_reads_it() -> None:
+    shown = manual._show(ROOT / "examples" / "notebook.ipynb")
+    assert shown.startswith("# MNIST on two processes")
+    assert "````python\nresults = trainer.launch(train, epochs, np=2)\n````" in shown
+    assert "cell_type" not in shown
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["mixed precision", "early stopping", "out of memory", "profiling", "deadlock", "reproducible", "multi-node"],
+)
+def test_words_that_people_search_for_are_in_the_manual(words: str) -> None:
+    assert any(words in " ".join((ROOT / page).read_text().lower().split()) for page in PAGES)

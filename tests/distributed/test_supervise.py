@@ -106,10 +106,12 @@ def test_a_job_that_loses_its_launcher_goes_on(supervised: Supervised) -> None:
 
 
 def test_a_users_mistake_is_not_tried_again(supervised: Supervised) -> None:
-    ended = supervised.run("-np", "2", "--torchrun", *command("mistake", "--rank", "0"))
+    ended = supervised.run("-np", "2", "--mpi", *command("mistake", "--rank", "0"))
     assert ended.code == 78, ended.output
     assert [event["event"] for event in ended.events] == ["start", "mistake", "end"]
     assert "trainer run: attempt 1: rank 0 on localhost: momentum is 2; valid is 0 to 1\n" in ended.output
+    assert "Primary job" not in ended.output  # nor mpirun's other banner
+    assert "mpirun detected" not in ended.output
 
 
 def test_a_job_goes_on_without_a_host_that_is_lost(supervised: Supervised) -> None:

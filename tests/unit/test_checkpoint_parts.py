@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.unit.checkpoints import NAME, names
 from trainer.checkpoint.disk.commit import OthersFailedError, begin, commit, contribute
@@ -120,6 +121,14 @@ def test_a_merged_checkpoint_is_one_file_for_plain_pytorch(tmp_path: Path, capsy
     assert torch.equal(state["models"][0]["weight"], torch.arange(12.0).view(4, 3))
     assert f"of 2 parts of {NAME}" in capsys.readouterr().out
     assert names(tmp_path) == ["checkpoints", "whole.pt"]
+
+
+def test_the_weights_of_a_checkpoint_are_a_file_for_other_libraries(tmp_path: Path) -> None:
+    save_parts(tmp_path / "checkpoints", rows(0, 3), rows(3, 4))
+    merge(tmp_path / "checkpoints", tmp_path / "model.safetensors")
+    state = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(state["weight"], torch.arange(12.0).view(4, 3))
+    assert set(state) == {"weight", "mean"}
 
 
 @pytest.mark.parametrize(

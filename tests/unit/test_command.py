@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 
-from trainer.ops.command import name_of, refuse_launcher, to_command
+from trainer.ops.command import name_of, refuse_launcher, refuse_missing, to_command
 
 
 def test_a_job_is_named_after_its_script() -> None:
@@ -36,3 +38,25 @@ def test_a_launcher_in_the_command_is_refused(command: str, launcher: str) -> No
 def test_a_word_that_is_a_launchers_elsewhere_is_none() -> None:
     for command in ("python a.py torchrun", "python -m own.launcher --with srun", "./tool mpirun"):
         assert refuse_launcher(to_command(command.split()), "trainer run") == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("train.py", "there is no command 'train.py' (did you mean python train.py?)"),
+        ("pyhton train.py", "there is no command 'pyhton' (did you mean python?)"),
+        ("python trian.py --lr 1", "there is no file 'trian.py' (did you mean train.py?)"),
+        ("python -m no.such", "there is no module 'no'"),
+        ("python -m pytest", ""),
+        ("python -m train", ""),
+        ("python -W ignore -bX dev train.py", ""),
+        ("python - no.py", ""),
+        ("env A=x python trian.py", ""),
+    ],
+)
+def test_what_a_command_names_has_to_be_there(
+    command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    assert refuse_missing(command.split(), f"{Path(sys.executable).parent}:/usr/bin:/bin") == message

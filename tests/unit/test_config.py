@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
 
 from trainer.cluster.environment import Launch, launches, read_launch
-from trainer.config import TrainerConfig
+from trainer.config import RunConfig, RunSettings, TrainerConfig
 from trainer.errors import ConfigError
 
 RANKS = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -189,3 +189,7 @@ def test_a_launcher_in_the_ranks_of_another_is_refused(environment: dict[str, st
 def test_srun_counts_the_tasks_of_this_node(tasks_per_node: str, node: int, local_size: int) -> None:
     environment = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks_per_node, "SLURM_NODEID": str(node)}
     assert read_launch(environment).local_size == local_size
+
+
+def test_the_settings_of_init_have_the_types_of_the_fields() -> None:
+    assert get_type_hints(RunSettings) == get_type_hints(RunConfig)

@@ -38,6 +38,7 @@ def test_options_and_the_script_within_the_command(monkeypatch: pytest.MonkeyPat
     [
         (("-H", "a:x"), "-H has 'a:x'; valid is HOST:SLOTS, as in a:2,b:2"),
         (("--timeout", "nan"), "--timeout is nan; valid is 5 to 100"),
+        (("nosuchhost",), "nosuchhost is neither a program nor a file; hosts are given with -H, as in -H a:2,b:2"),
         (("-H", "elsewhere:1"), "-H names elsewhere, and there is no ssh to reach it; install openssh-client"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from trainer.data.base import Loader
 from trainer.data.given import arguments_from
 
 DATA: Any = [*range(53)]
+ROWS: Any = [*torch.arange(53)[:, None]]
 
 
 def generator() -> torch.Generator:
@@ -40,7 +42,7 @@ KINDS: dict[str, Callable[[], DataLoader[Any]]] = {
     "with workers that stay": lambda: DataLoader(
         DATA, 8, shuffle=True, generator=generator(), num_workers=1, persistent_workers=True
     ),
-    "without batches": lambda: DataLoader([*torch.arange(53)[:, None]], None, shuffle=True, generator=generator()),
+    "without batches": lambda: DataLoader(ROWS, None, shuffle=True, generator=generator()),
 }
 
 
@@ -50,6 +52,8 @@ def test_each_epoch_is_that_of_the_data_loader(kind: str) -> None:
     for _ in range(3):
         assert [batch.tolist() for batch in prepared] == [torch.as_tensor(batch).tolist() for batch in given]
     assert len(prepared) == len(given)
+    del given, prepared
+    gc.collect()  # and their workers
 
 
 def test_without_a_generator_the_order_follows_seed_and_epoch() -> None:

@@ -43,6 +43,15 @@ def test_device_auto_takes_the_cpu_where_the_gpu_cannot_be_used(
     assert bool(warning) == bool(printed)
 
 
+def test_the_first_line_is_short_and_the_record_has_what_was_tuned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(joining, "share_machine", lambda *_: {"threads": "1 per rank"})
+    joined = joining.join("single", RunConfig(device="cpu"))
+    assert joined.tuning["threads"] == "1 per rank"
+    assert capsys.readouterr().err == f"trainer: {joined.world}\n"
+
+
 @pytest.mark.parametrize(("rank", "size", "says"), [(0, 2, True), (1, 2, False), (0, 1, False)])
 def test_rank_0_says_that_the_ranks_have_not_connected(
     rank: int, size: int, says: bool, monkeypatch: pytest.MonkeyPatch

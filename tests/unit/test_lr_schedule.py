@@ -42,13 +42,21 @@ def test_the_cosine_starts_at_the_scaled_rate_is_half_of_it_midway_and_ends_at_z
         (TrainerConfig(global_batch_size=64), 4, 1.0, 10),
         (TrainerConfig(global_batch_size=64, accumulate=3), 1, 3.0, 10),
         (TrainerConfig(global_batch_size=64, scale_lr=False), 4, 1.0, 0),
-        (TrainerConfig(), 1, 1.0, 0),
     ],
 )
 def test_the_schedule_follows_the_settings(config: TrainerConfig, world_size: int, scale: float, warmup: int) -> None:
     schedule = make_schedule(config, world_size=world_size, updates_per_epoch=10, epochs=5)
     assert (schedule.scale, schedule.warmup_updates, schedule.total_updates) == (scale, warmup, 50)
-    assert schedule.decay == "cosine"
+    assert schedule.decay == ("cosine" if config.scale_lr else "none")
+    assert schedule.is_constant is not config.scale_lr
+
+
+def test_a_rate_that_is_not_scaled_may_decay_all_the_same() -> None:
+    config = TrainerConfig(scale_lr=False, decay="cosine")
+    assert make_schedule(config, world_size=2, updates_per_epoch=10, epochs=5).factor(49) < 0.01
+    assert make_schedule(TrainerConfig(), world_size=1, updates_per_epoch=10, epochs=5) == Schedule(
+        scale=1.0, warmup_updates=0, total_updates=50, decay="cosine"
+    )
 
 
 def test_every_group_keeps_its_own_base_rate_and_gets_it_back() -> None:

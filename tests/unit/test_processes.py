@@ -19,7 +19,8 @@ def finished(stdout: str = "", stderr: str = "") -> Finished:
 def test_the_last_line_is_the_one_that_means_something() -> None:
     ours = "trainer: the loss turned nan\nERROR failed (exitcode: 1)\n=========\n"
     assert finished(stderr=ours).last_line == "trainer: the loss turned nan"
-    assert finished(stderr="trainer: 2 ranks; tuned: idle yield\nno such file\n---").last_line == "no such file"
+    joined = "trainer: 2 ranks on a: 2; DDP over Gloo, rank 0 of 2 on a (cpu)"
+    assert finished(stderr=f"{joined}\nno such file\n---").last_line == "no such file"
     assert finished(stdout="usage: x\n").last_line == "usage: x"
     assert finished().problem == "exit code 1: no output"
 

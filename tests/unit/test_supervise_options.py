@@ -49,6 +49,8 @@ def test_hosts_and_the_least_number_of_ranks_follow_from_np() -> None:
         ),
         ("-np 2 python -um torch.distributed.run a.py", "the command begins with torch.distributed.run"),
         ("-np 2 --frobnicate x", "no such option: --frobnicate; see trainer run --help"),
+        ("--np 2 x", "no such option: --np (did you mean -np?); see trainer run --help"),
+        ("--min-pn=2 x", "no such option: --min-pn=2 (did you mean --min-np?); see trainer run --help"),
         ("-np 2 --name=-- x", "argument --name: '--' is no value; see trainer run --help"),
         ("-np two x", "argument -np: invalid int value: 'two'"),
         ("-np 2 --mpi --gloo x", "argument --gloo: not allowed with argument --mpi"),
@@ -63,6 +65,38 @@ def test_what_is_not_valid_is_named_in_one_line(words: str, message: str, capsys
     assert code == 2
     assert printed.startswith(f"trainer run: {message}")
     assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("rnu", "there is no command 'rnu' (did you mean run?)"),
+        ("--hlep", "there is no command '--hlep' (did you mean --help?)"),
+        ("-np 2 x", "there is no command '-np'; valid are run, doctor, requeue, env, merge"),
+    ],
+)
+def test_a_mistyped_subcommand_is_named(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert capsys.readouterr().err == f"trainer: {message}; see trainer --help\n"
+
+
+@pytest.mark.parametrize("words", ["", "help", "help run", "help doctor", "help requeue", "help env", "help merge"])
+def test_help_fits_on_a_terminal(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        main(words.split())
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: trainer {words.removeprefix('help').strip()}")
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_a_mistyped_command_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "-np", "2", "python", "trian.py"]) == 2
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_file_of_options_is_split_as_by_a_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

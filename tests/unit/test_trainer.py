@@ -43,16 +43,18 @@ def test_the_loss_falls_and_every_sample_is_trained_on() -> None:
     assert records[0].samples_per_s == pytest.approx(95 / records[0].seconds)
 
 
-def test_fit_is_bit_for_bit_the_loop_that_one_would_write_by_hand() -> None:
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_fit_is_bit_for_bit_the_loop_that_one_would_write_by_hand(shuffle: bool) -> None:
     data, model = blobs(25), network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(2):
-        for index in permutation(25, epoch=epoch, seed=0).split(10):
+        order = permutation(25, epoch=epoch, seed=0) if shuffle else torch.arange(25)
+        for index in order.split(10):
             optimizer.zero_grad()
             F.cross_entropy(model(data.inputs[index]), data.targets[index]).backward()
             optimizer.step()
     by_hand = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    assert torch.equal(fitted(data), by_hand)
+    assert torch.equal(fitted(data, shuffle=shuffle), by_hand)
 
 
 @pytest.mark.parametrize("samples", [60, 67, 61, 41])

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -87,8 +86,8 @@ def move(value: Any, device: torch.device) -> Any:
     mappings that can be changed, and dataclasses are searched, at any depth; if something in a container has
     moved, the result has a copy of the container. Everything else stays as it is.
     """
-    if device.type == "cpu" and not _has_accelerator():
-        return value
+    if type(value) in (tuple, list) and all(isinstance(part, Tensor) and part.device == device for part in value):
+        return value  # by far the most common batch on a CPU, in a tenth of the time of a search
 
     def moved(part: Any) -> Any:
         if isinstance(part, Tensor | PackedSequence):  # a packed sequence's batch_sizes stay on the CPU
@@ -97,11 +96,6 @@ def move(value: Any, device: torch.device) -> Any:
         return part.to(device) if _has(part, "to") else None
 
     return _replace(value, moved)
-
-
-@cache
-def _has_accelerator() -> bool:
-    return torch.accelerator.is_available()
 
 
 def pin(value: Any) -> Any:

@@ -199,7 +199,10 @@ class Trainer:
         whole, workers = config.global_batch_size if training else None, config.num_workers
         size = config.batch_size if training else config.eval_batch_size or config.batch_size
         per_rank = size if whole is None else None
-        loader = self.run.loader(data, per_rank, global_batch_size=whole, training=training, num_workers=workers)
+        order = config.shuffle if training else None
+        loader = self.run.loader(
+            data, per_rank, global_batch_size=whole, training=training, shuffle=order, num_workers=workers
+        )
         return cast(ShardedLoader, loader)
 
     def _train_epoch(self, loader: ShardedLoader, epoch: int, validator: ShardedLoader | None) -> EpochRecord:

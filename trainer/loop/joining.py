@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import TIMEOUT_MAX, Timer
@@ -33,7 +33,7 @@ _UNCONNECTED = (
 
 
 def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
-    """Join the job that this process was launched into; print on rank 0 what was tuned. Collective.
+    """Join the job that this process was launched into; print on rank 0 which ranks have joined. Collective.
 
     A `Strategy` object is connected only: no watch is started for it.
     """
@@ -50,8 +50,8 @@ def join(strategy: str | Strategy, config: RunConfig) -> Strategy:
     hang.start(joined.world, watched, joined.flight_recorder)
     if sharing_is_on() and (shared := describe_sharing(gpus)):
         joined.description += f"; {shared}"
-    tuning = dict(joined.tuning) | share_machine(world, machines)
-    _print_first_line(joined, hosts, tuning)
+    joined.tuning = {**joined.tuning, **share_machine(world, machines)}
+    _print_first_line(joined, hosts)
     report_phase("joined")
     return joined
 
@@ -77,13 +77,12 @@ def _world_to_join(strategy: str, config: RunConfig) -> World:
     return world
 
 
-def _print_first_line(strategy: Strategy, hosts: Sequence[str], tuning: Mapping[str, str]) -> None:
-    """Print on rank 0 which ranks have joined ("4 ranks on a: 2, b: 2"), the transport, and what was tuned."""
+def _print_first_line(strategy: Strategy, hosts: Sequence[str]) -> None:
+    """Print on rank 0 which ranks have joined ("4 ranks on a: 2, b: 2"), and the transport."""
     if strategy.world.is_root:
         per_host = ", ".join(f"{host}: {ranks}" for host, ranks in Counter(hosts).items())
         ranks = f"{len(hosts)} ranks on {per_host}; " if len(hosts) > 1 else ""
-        tuned = "; ".join(f"{name} {choice}" for name, choice in tuning.items())
-        print_line(f"trainer: {ranks}{strategy.description}{'; tuned: ' + tuned if tuned else ''}", sys.stderr)
+        print_line(f"trainer: {ranks}{strategy.description}", sys.stderr)
 
 
 @contextmanager

@@ -69,10 +69,10 @@ def make_schedule(config: TrainerConfig, *, world_size: int, updates_per_epoch: 
     scaled, is_global = config.scale_lr, config.global_batch_size is not None
     scale = float(config.accumulate * (1 if is_global else world_size)) if scaled else 1.0
     start = 0.0 if scaled and is_global else 1.0
-    total = updates_per_epoch * epochs
+    total, decay = updates_per_epoch * epochs, config.decay or ("cosine" if scaled else "none")
     # Without scaling there is nothing to warm up to.
     warmup = min(total, round(config.warmup_epochs * updates_per_epoch)) if scale > start else 0
-    return Schedule(scale=scale, start=start, warmup_updates=warmup, total_updates=total, decay=config.decay)
+    return Schedule(scale=scale, start=start, warmup_updates=warmup, total_updates=total, decay=decay)
 
 
 class LearningRate:
@@ -92,7 +92,7 @@ class LearningRate:
         if self._has_scheduler and not schedule.is_constant:
             raise ConfigError(
                 "a learning rate scheduler was made for this optimizer, and Trainer's own schedule would overwrite it; "
-                "hand it in (Trainer(…, lr_scheduler=…)), or set scale_lr to False and decay to 'none'"
+                "hand it in (Trainer(…, lr_scheduler=…)), or set scale_lr to False"
             )
         self._optimizer = optimizer
         self._base = [float(group["lr"]) for group in optimizer.param_groups]

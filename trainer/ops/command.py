@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from trainer.cluster.launchers import PROGRAMS
 
 _PYTHON = re.compile(r"python[\d.]*")
-_ENDS_OPTIONS = re.compile(r"-[^-WXmc]*([mc])(.*)")
-"""Python's option with a module or a program, perhaps behind other letters, and with its value behind it."""
+_ENDS_OPTIONS = re.compile(r"-[^-WXmc]*([mc])(.*)|-")
+"""Python's option with a module or a program, perhaps behind other letters, and with its value; or standard input."""
+_TAKES_VALUE = re.compile(r"-[^-WXmc]*[WX]|--check-hash-based-pycs")
 _STARTERS = {*PROGRAMS, "accelerate", "deepspeed", "trainer"}
 
 
@@ -42,8 +48,34 @@ def target_of(command: Sequence[str]) -> Target:
                 return Target(program, module=(value or "".join(rest[:1])) if option == "m" else "")
             if not word.startswith("-"):
                 return Target(program, script=word)
-            del rest[: word in ("-W", "-X")]  # which take a value
+            del rest[: bool(_TAKES_VALUE.fullmatch(word))]
     return Target(program)
+
+
+def did_you_mean(word: str, valid: Iterable[str]) -> str:
+    """Return the valid word that a mistyped one is most like, as a question; empty where it is like none."""
+    near = get_close_matches(word, sorted(valid), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def refuse_missing(command: Sequence[str], path: str) -> str:
+    """Return what a command that is to run here names and is not there; empty where all is.
+
+    Args:
+        path: the PATH on which its program is looked for.
+    """
+    target, program = target_of(command), shutil.which(command[0], path=path)
+    script, package = Path(target.script), target.module.partition(".")[0]
+    if program is None:
+        hint = f" (did you mean python {command[0]}?)" if Path(command[0]).is_file() else ""
+        return f"there is no command {command[0]!r}{hint or did_you_mean(command[0], ['python'])}"
+    if target.script and not script.exists():
+        return f"there is no file {target.script!r}{did_you_mean(target.script, map(str, script.parent.glob('*.py')))}"
+    # Another Python may have other modules.
+    is_ours = package and Path(program).parent.samefile(Path(sys.executable).parent)
+    if is_ours and not (PathFinder.find_spec(package, ["."]) or find_spec(package)):
+        return f"there is no module {package!r}"
+    return ""
 
 
 def script_of(command: Sequence[str]) -> str:

@@ -56,7 +56,7 @@ class Finished:
             [line for line in text.splitlines() if any(letter.isalnum() for letter in line)]
             for text in (self.stderr, self.stdout)
         )
-        ours = [line for line in errors if line.startswith("trainer: ") and "tuned: " not in line]
+        ours = [line for line in errors if line.startswith("trainer: ") and "rank 0 of " not in line]
         return (ours or errors or printed or ["no output"])[-1]
 
 

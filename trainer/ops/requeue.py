@@ -19,9 +19,10 @@ REPEATS = 3
 _CRASHES = (134, 135, 139)
 """What a shell around a rank makes of SIGABRT, SIGBUS and SIGSEGV."""
 _EPILOG = f"""\
-A start that has saved (exit code {PREEMPTED}) goes back into the queue. So does one that has failed, up
-to {REPEATS} times in a row, if its ranks were told to save, if a rank has crashed below Python, or if a host was lost.
-A mistake of the user's (exit code {MISTAKE}) and any other failure do not.
+A start that has saved (exit code {PREEMPTED}) goes back into the queue. So does one that
+has failed, up to {REPEATS} times in a row, if its ranks were told to save, if a rank
+has crashed below Python, or if a host was lost. A mistake of the user's
+(exit code {MISTAKE}) and any other failure do not.
 
 exit codes: {PREEMPTED} back into the queue; any other one is the job's
 """
@@ -32,7 +33,7 @@ def add_parser(new: Callable[..., argparse.ArgumentParser]) -> None:
     parser = new(
         "requeue",
         help="decide in a job file whether the job goes back into the queue",
-        description="Decide whether a job whose ranks have ended goes back into its scheduler's queue.",
+        description="Decide whether a job whose ranks have ended goes back into the queue.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -43,7 +43,7 @@ class Strategy(Collectives):
         super().__init__(world)
         self._leave: Callable[[], object] | None = None
         self.tuning: Mapping[str, str] = {}
-        """Settings that were tuned for this host, and why; for the first line of output and the run's record."""
+        """Settings that were tuned for this host, and why; for the run's record."""
         self.description = str(world)
         """Ranks and transport, for the first line of output."""
         self.flight_recorder: Recorder | None = None

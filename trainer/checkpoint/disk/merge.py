@@ -11,7 +11,10 @@ from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, DataError
 from trainer.files import save_atomically
 
-_DESCRIPTION = "Write the whole state of a checkpoint into one file, for torch.load(FILE, weights_only=True)."
+_DESCRIPTION = (
+    "Write the whole state of a checkpoint into one file, for torch.load(FILE, weights_only=True); or its model's "
+    "weights into FILE.safetensors."
+)
 
 
 def add_parser(new: Callable[..., argparse.ArgumentParser]) -> None:
@@ -43,7 +46,12 @@ def merge(checkpoint: Path, file: Path) -> int:
         raise ConfigError(str(error)) from None
     if committed is None:
         raise ConfigError("; ".join(problems) or f"{checkpoint} is no checkpoint, and there is none in it")
-    save_atomically(file, shard_as(read_state(committed.path), None))
+    state = shard_as(read_state(committed.path), None)
+    if file.suffix == ".safetensors":
+        if (models := len(state["models"])) != 1:
+            raise ConfigError(f"{committed.path.name} has {models} models, and {file.name} takes one; name a .pt file")
+        (state,) = state["models"]
+    save_atomically(file, state)
     parts = sum(name.startswith("part-") for name in committed.files)
     print_line(f"{file}: {file.stat().st_size:,} bytes, of {parts or 'no'} parts of {committed.path.name}")
     return 0

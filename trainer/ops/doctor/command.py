@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from trainer.errors import ConfigError
 from trainer.ops.command import script_of, to_command
@@ -19,10 +21,11 @@ _EPILOG = """\
 examples:
   trainer doctor
   trainer doctor -H a:2,b:2
-  trainer doctor -H a:2,b:2 python train.py     also compares the script on all hosts; does not start it
+  trainer doctor -H a:2,b:2 python train.py
+      also compares the script on all hosts; does not start it
 
-exit codes: 0 nothing was found that makes a job fail; 1 something will make a job fail; 2 it could not look at
-everything, or these options are not valid
+exit codes: 0 nothing was found that makes a job fail; 1 something will make a
+job fail; 2 it could not look at everything, or these options are not valid
 """
 _PREFIX = "trainer doctor: "
 
@@ -32,7 +35,7 @@ def add_parser(new: Callable[..., argparse.ArgumentParser]) -> None:
     parser = new(
         "doctor",
         help="look at hosts and the network between them",
-        description="Look at hosts, and at the network between them, for what would make a training fail there.",
+        description="Look at hosts, and at the network between them, for what would make a\ntraining fail there.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -51,9 +54,11 @@ def examine(options: argparse.Namespace) -> int:
     if not 5 <= options.timeout_s <= 100:
         raise ConfigError(f"--timeout is {options.timeout_s:g}; valid is 5 to 100")
     hosts = parse_hosts(options.hosts) if options.hosts else (Host("localhost", 1),)
-    script = script_of(to_command(options.command))
+    command = to_command(options.command)
+    if command and not (shutil.which(command[0]) or Path(command[0]).is_file()):
+        raise ConfigError(f"{command[0]} is neither a program nor a file; hosts are given with -H, as in -H a:2,b:2")
     try:
-        facts = look(hosts, script, options.timeout_s, with_gpus=options.with_gpus)
+        facts = look(hosts, script_of(command), options.timeout_s, with_gpus=options.with_gpus)
         findings = judge(facts)
         if options.with_gpus and not _has_problem(findings):
             try_all_reduces(facts)

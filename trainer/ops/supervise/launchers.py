@@ -28,6 +28,9 @@ _PORTS = range(20000, 32000)
 """Below the ports that a kernel gives to clients."""
 # Variables that belong to this host or to this shell, and are not for other hosts.
 _PRIVATE = {"DISPLAY", "HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL", "USER", "_"}
+# mpirun then keeps to itself that a rank has failed, which `trainer run` says in a line. Ranks do not get it: what goes
+# wrong within MPI they have to say.
+_QUIET = "OMPI_MCA_orte_execute_quiet"
 # What another host's shell reads. The environment stands before it in the same input, because other users can read
 # command lines. When ssh ends, the input ends, and with it the job.
 _ON_HOST = """\
@@ -64,7 +67,8 @@ def launch(options: Options, hosts: Sequence[Host], job: str) -> list[subprocess
     if launcher.reaches_hosts:
         of_launcher = launcher.starts[options.launcher]
         ranks = ("-np", str(slots_of(hosts)), "-H", names(hosts))
-        starts = [Start((launcher.name, *of_launcher, *ranks, *options.command))]
+        environment = {_QUIET: "1", **environment}
+        starts = [Start((launcher.name, *of_launcher, *ranks, "env", "-u", _QUIET, *options.command))]
     else:
         starts = torchrun(hosts, options.command, environment)
     for start in starts:

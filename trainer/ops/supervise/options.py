@@ -13,20 +13,22 @@ from typing import Any, NoReturn
 
 from trainer.cluster.launchers import STARTS
 from trainer.errors import ConfigError
-from trainer.ops.command import name_of, refuse_launcher, to_command
+from trainer.ops.command import did_you_mean, name_of, refuse_launcher, to_command
 from trainer.ops.supervise.hosts import Host, parse_hosts, slots_of
 
 _DESCRIPTION = """\
-Start a training with its launcher, watch it, and start it again after a failure, on the hosts that are left.
-The training goes on from its newest checkpoint; the script writes and reads it.
+Start a training with its launcher, watch it, and start it again after a
+failure, on the hosts that are left. The training goes on from its newest
+checkpoint; the script writes and reads it.
 """
 _EPILOG = """\
 examples:
   trainer run -np 2 python train.py
   trainer run -np 4 -H a:2,b:2 --min-np 2 python train.py --epochs 90
-  trainer run @options.txt python train.py     # with the options that are in a file
+  trainer run @options.txt python train.py     # with the options of a file
 
-exit codes: 0 done, 75 preempted and saved, 78 a user's mistake, 1 given up, 2 these options are not valid
+exit codes: 0 done, 75 preempted and saved, 78 a user's mistake, 1 given up,
+2 these options are not valid
 """
 _OPTIONS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
     "np": ("-np", int, "N", "number of ranks"),
@@ -102,7 +104,8 @@ class _Parser(argparse.ArgumentParser):
         # A subcommand would leave an unknown option to the command above it, whose --help does not tell of it.
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"no such option: {' '.join(unknown)}")
+            valid = re.findall(r"(?:\s|m)(--?[a-zH][a-z-]*)", self.format_help())  # an m ends a colour
+            self.error(f"no such option: {' '.join(unknown)}{did_you_mean(unknown[0].partition('=')[0], valid)}")
         for name, value in vars(parsed).items():
             if name != "command" and value in ([], "--"):  # of `--name=--` older Pythons make an empty list
                 self.error(f"argument {_OPTIONS[name][0] if name in _OPTIONS else name}: '--' is no value")

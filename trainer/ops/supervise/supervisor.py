@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 import uuid
@@ -15,6 +14,7 @@ from trainer.cluster import exit_codes
 from trainer.cluster.environment import HANG_TIMEOUT
 from trainer.cluster.launchers import STARTS
 from trainer.errors import ConfigError
+from trainer.ops.command import refuse_missing
 from trainer.ops.supervise.attempt import Running
 from trainer.ops.supervise.folder import Events, locked
 from trainer.ops.supervise.hosts import names, slots_of
@@ -36,8 +36,10 @@ def supervise(options: Options) -> int:
         ConfigError: another process supervises the job, or its command, its launcher or ssh is not installed.
         TrainerError: its folder cannot be written.
     """
-    if shutil.which(options.command[0], path=environment_for("")["PATH"]) is None:
-        raise ConfigError(f"there is no command {options.command[0]!r}")
+    # On other hosts there may be other files.
+    here = options.command if any(host.is_here for host in options.hosts) else options.command[:1]
+    if problem := refuse_missing(here, environment_for("")["PATH"]):
+        raise ConfigError(problem)
     if options.hang_timeout_s is not None:
         os.environ[HANG_TIMEOUT] = f"{options.hang_timeout_s:g}"  # which the ranks inherit
     job = uuid.uuid4().hex
