@@ -6,7 +6,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from io import BytesIO
 from itertools import repeat
 from typing import Any, Unpack
@@ -173,15 +173,15 @@ class ShardedLoader(Loader):
         data: Any = self.dataset
         data = InMemory(data.inputs, data.targets) if isinstance(data, InMemory) else data  # a transform takes batches
         places = Permutation(self.dataset_length, 0).at(np.arange(min(self.dataset_length, _DRAWN), dtype=np.uint64))
-        items = {f"item {place} of the dataset": [place] for place in sorted(places.tolist())}
-        twice = [item for item in items.values() for _ in range(2)]
-        options = {"collate_fn": _digest_and_seed, "num_workers": min(self.num_workers, 1), "pin_memory": False}
+        twice = [[place] for place in sorted(places.tolist()) for _ in range(2)]
+        options = {"collate_fn": partial(digest, seed=0), "num_workers": min(self.num_workers, 1), "pin_memory": False}
         try:
             with seeded(0):
                 data_loader = self._make_data_loader(data, batch_sampler=[twice[0], *twice], **options)
                 drawn: list[Any] = [*loading(batches_of(data_loader, 0))][1:]  # the first is drawn with other numbers
-            is_random = drawn[::2] != drawn[1::2]
-            return _checksums_of_attributes(data) if is_random else dict(zip(items, drawn[::2], strict=True))
+            if drawn[::2] != drawn[1::2]:
+                return _checksums_of_attributes(data)
+            return {f"item {place} of the dataset": found for [place], found in zip(twice, drawn, strict=True)}
         except Exception as error:  # it comes again where the item is needed
             error.__traceback__ = None  # which would keep the worker
             return {}
@@ -306,19 +306,18 @@ class _Pickler(pickle.Pickler):
         return bytes, (value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),)
 
 
-def digest(value: Any) -> int:
-    """Return a checksum of a value of any type that can be pickled, of tensors by their numbers alone."""
+def digest(value: Any, seed: int | None = None) -> int:
+    """Return a checksum of a value of any type that can be pickled, of tensors by their numbers alone.
+
+    Args:
+        seed: of the global random generators afterwards.
+    """
     pickler = _Pickler(file := BytesIO())
     pickler.fast = True  # equal parts count alike, whether they are one object or two
     pickler.dump(value)
+    if seed is not None:
+        seed_globally(seed)
     return zlib.crc32(file.getbuffer())
-
-
-def _digest_and_seed(samples: list[Any]) -> Any:
-    """Digest an item, as the `collate_fn` of a DataLoader; the next one is drawn with these random numbers."""
-    checksum = digest(samples)
-    seed_globally(0)
-    return checksum
 
 
 def _checksums_of_attributes(dataset: Any, names: Sequence[str] = _ATTRIBUTES) -> dict[str, int]:

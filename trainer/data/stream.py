@@ -192,7 +192,7 @@ class _Items(IterableDataset[Any]):
     """A rank's own map-style dataset as a stream, in a new order in every epoch of a training."""
 
     def __init__(self, dataset: Any, seed: int, *, shuffle: bool) -> None:
-        self._dataset, self._seed, self._epoch, self._shuffle = dataset, seed, 0, shuffle
+        self._dataset, self._seed, self._shuffle, self._epoch = dataset, seed, shuffle, 0
 
     def __len__(self) -> int:
         return len(self._dataset)
