@@ -382,8 +382,8 @@ class Updates:
         is_repeated = prepared.backwards == known.backwards_at_step
         if not self._batches.current.closes_update:
             raise TrainerError(
-                f"optimizer.step() came before the update's {self._config.accumulate} batches were complete; the last batch "
-                "of an epoch closes an update as well, so do not count batches: step where run.sync_gradients is true"
+                f"optimizer.step() came before the update's {self._config.accumulate} batches were complete; the last "
+                "batch of an epoch closes an update as well, so do not count batches: step where run.sync_gradients is true"
             )
         if is_repeated and any(parameter.grad is not None for parameter in parameters_of(optimizer)):
             raise TrainerError(
