@@ -30,8 +30,8 @@ _SPLIT = "which samples a Subset has (draw the split before run.prepare, or with
 _ATTRIBUTES = ("samples", "targets", "indices", "files", "_fingerprint")
 _MOST_CHECKED = 4096
 """Values of such an attribute that ranks compare, evenly spaced."""
-_DRAWN = 8
-"""Items that ranks compare."""
+_DRAWN, _DEEPEST = 8, 8
+"""Items that ranks compare, and datasets within one another that are asked for their attributes."""
 
 
 class InMemory(Dataset[Batch]):
@@ -323,7 +323,7 @@ def digest(value: Any, seed: int | None = None) -> int:
 def _checksums_of_attributes(dataset: Any, names: Sequence[str] = _ATTRIBUTES) -> dict[str, int]:
     """Return checksums of a dataset's attributes, and of those that it is made of, as a `Subset` is."""
     found: dict[str, int] = {}
-    while dataset is not None:
+    for _ in range(_DEEPEST):
         for name in names:
             if isinstance(values := getattr(dataset, name, None), Sequence | Tensor | np.ndarray):
                 key = f"{name} of {type(dataset).__name__}"  # which may be one of several, a Subset of a Subset

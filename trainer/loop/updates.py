@@ -383,7 +383,7 @@ class Updates:
         if not self._batches.current.closes_update:
             raise TrainerError(
                 f"optimizer.step() came before the update's {self._config.accumulate} batches were complete; the last "
-                "batch of an epoch closes an update as well, so do not count them: step where run.sync_gradients is true"
+                "batch of an epoch closes an update as well, so count none: step where run.sync_gradients is true"
             )
         if is_repeated and any(parameter.grad is not None for parameter in parameters_of(optimizer)):
             raise TrainerError(
