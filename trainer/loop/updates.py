@@ -82,8 +82,9 @@ class Updates:
         """The gradients before the first of the passes with samples; None during that first pass."""
         self._losses: list[tuple[int, Tensor]] = []
         """This rank's losses since a finite one was last seen, each with the number of its all-reduce, from 1."""
-        self._exchanges = 0
-        """All-reduces of gradients, of whichever models, after which `PeriodicCheck` may compare the ranks."""
+        self._exchanges = self._asked_at = 0
+        """All-reduces of gradients, of whichever models, after which `PeriodicCheck` may compare the ranks, and those
+        before the ranks were last asked for losses that are not finite."""
         self._stepped: weakref.WeakKeyDictionary[Synchronizer, set[int]] = weakref.WeakKeyDictionary()
         """Ids of optimizers that stepped since the last all-reduce, per model."""
         self._running: set[int] = set()
@@ -157,8 +158,9 @@ class Updates:
 
     def tell_of_not_finite(self) -> None:
         """Warn once of the rank whose loss was the first that was not finite, if no rank's is since. Collective."""
-        if self._strategy.world.size == 1 or not self._exchanges or self._has_told:
-            return
+        if self._strategy.world.size == 1 or self._exchanges == self._asked_at or self._has_told:
+            return  # also where a rank goes over a loader alone, without training
+        self._asked_at = self._exchanges
         values = torch.stack([loss for _, loss in self._losses]).tolist() if self._losses else [0.0]
         if isfinite(values[-1]):
             self._losses = []
