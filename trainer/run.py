@@ -27,7 +27,7 @@ from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError, TrainerError
 from trainer.files import save_atomically
 from trainer.loop.batches import Batches
-from trainer.loop.consistency import check_consistency
+from trainer.loop.consistency import check_consistency, warn_of_other_data
 from trainer.loop.gathering import gather_rows
 from trainer.loop.joining import join
 from trainer.loop.metrics import Mean
@@ -236,7 +236,7 @@ class Run:
         """
         if from_run := {"seed", "accumulate"} & set(options):
             raise ConfigError(f"run.loader takes {min(from_run)} from the run; set it in trainer.init")
-        kind: Any = StreamLoader if is_stream(dataset) else ShardedLoader
+        kind: Any = StreamLoader if is_stream(dataset) or options.get("already_sharded") else ShardedLoader
         if self.strategy.shards and kind is StreamLoader and not training:
             raise ConfigError(
                 "an iterable dataset has another number of evaluation steps on each rank, and under this strategy "
@@ -261,6 +261,7 @@ class Run:
         self.strategy.follow_loader(loader)
         self._loaders.append(weakref.ref(loader))
         check_consistency(self.strategy, loader.must_agree)
+        warn_of_other_data(self.strategy, loader)
         if training and self._checkpoints is not None:
             self._checkpoints.watch(loader)
         return loader
@@ -346,6 +347,7 @@ class Run:
         """
         for synchronizer in self._prepared.models.values():
             synchronizer.average_weights()
+        self._updates.tell_of_not_finite()
 
     def all_reduce(self, value: Tensor | float, reduction: str = "mean") -> Tensor:
         """Return the mean or the sum of `value` over all ranks, as a new tensor on this rank's device.

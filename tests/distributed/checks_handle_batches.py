@@ -112,6 +112,19 @@ def check_an_evaluation_takes_each_batch_once(strategy: Strategy) -> None:
         assert sorted(seen) == batches
 
 
+def check_an_evaluation_may_be_kept_while_batches_are_trained_on(strategy: Strategy) -> None:
+    """With an uneven number of samples, of which ranks have other numbers of batches."""
+    size, numbers = strategy.world.size, make_data(13 * strategy.world.size).targets.double()
+    run = init(strategy)
+    kept = iter(run.loader([*range(2 * size + 1)], 1, training=False))
+    for _ in range(2):
+        mean = run.mean()
+        for values in run.loader(numbers, 5):
+            mean.add(values.double().mean())
+            next(kept, None)
+        assert abs(mean.read() - numbers.mean().item()) < 1e-12
+
+
 def check_a_pass_over_drawn_batches_goes_on_where_it_was_interrupted(strategy: Strategy) -> None:
     data, batches = make_batches(strategy)
 

@@ -72,18 +72,34 @@ def check_a_loader_that_one_rank_has_begun_before_is_told(strategy: Strategy) ->
 
 
 def check_a_batch_that_is_the_same_on_two_ranks_is_told_once(strategy: Strategy) -> None:
-    for is_same in (True, False):
+    """Unless each rank's loss is over other samples of it, as over other nodes of a graph."""
+    for kind in ("same", "other inputs", "other rows"):
         run, model = init(strategy), make_model()
         data = make_data(BATCH).to(run.device)
+        rows = (
+            torch.arange(BATCH, device=run.device) % run.world_size == run.rank if kind == "other rows" else slice(None)
+        )
         forward, optimizer = run.prepare(model, sgd(model))
         with contextlib.redirect_stderr(io.StringIO()) as printed:
             for _ in range(3):
-                run.backward(F.cross_entropy(forward(data.inputs + (not is_same) * run.rank), data.targets))
+                outputs = forward(data.inputs + (kind == "other inputs") * run.rank)
+                run.backward(F.cross_entropy(outputs[rows], data.targets[rows]))
                 optimizer.step()
                 optimizer.zero_grad()
             train(run, forward, optimizer)
-        told = run.is_root and run.world_size > 1 and is_same
+        told = run.is_root and run.world_size > 1 and kind == "same"
         assert printed.getvalue().count("ranks 0 and 1 have trained on the same batch") == told, printed.getvalue()
+
+
+def check_ranks_that_seed_later_epochs_alike_are_told_once(strategy: Strategy) -> None:
+    run, model = init(strategy), make_model()
+    forward, optimizer = run.prepare(model, sgd(model))
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        for epoch in range(3):
+            train(run, forward, optimizer)
+            torch.manual_seed(epoch)
+    told = run.is_root and run.world_size > 1
+    assert printed.getvalue().count("ranks 0 and 1 draw the same random numbers") == told, printed.getvalue()
 
 
 def check_each_rank_draws_numbers_of_its_own(strategy: Strategy) -> None:
@@ -138,6 +154,25 @@ def part(strategy: Strategy, kind: str, last: int) -> None:
         optimizer.step()
         for parameter in model.parameters() if is_other and kind == "step" else ():
             parameter.data.sub_(1.0)
+
+
+def check_the_rank_whose_loss_is_not_finite_is_told_once(strategy: Strategy) -> None:
+    """Unless the ranks skip that step, as a GradScaler has them do."""
+    last = strategy.world.size - 1
+    for is_skipped in (False, True):
+        run, model = init(strategy), make_model()
+        forward, optimizer = run.prepare(model, sgd(model))
+        loader = run.loader(make_data(6 * BATCH * run.world_size), BATCH)
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            for number, (inputs, targets) in [*enumerate(loader), *enumerate(loader, 6)]:
+                loss = F.cross_entropy(forward(inputs), targets)
+                run.backward(loss * (torch.nan if number == 5 and run.rank == last else 1))
+                if number != 5 or not is_skipped:
+                    optimizer.step()
+                optimizer.zero_grad()
+        told = run.is_root and last > 0 and not is_skipped
+        assert printed.getvalue().count(f"the loss of rank {last} on host {run.host} was the first that") == told
+        assert printed.getvalue().count("not finite, in backward pass 6,") == told
 
 
 def check_ranks_may_take_other_numbers_of_passes_without_an_exchange(strategy: Strategy) -> None:

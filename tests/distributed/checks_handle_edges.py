@@ -120,7 +120,7 @@ def check_a_step_within_an_update_is_told(strategy: Strategy) -> None:
     batches = iter(run.loader(data, BATCH))
     inputs, targets = next(batches)
     run.backward(F.cross_entropy(forward(inputs), targets))
-    with pytest.raises(TrainerError, match=r"before the update's 2 batches were complete"):
+    with pytest.raises(TrainerError, match=r"2 batches were complete; the last batch of an epoch closes an update"):
         optimizer.step()
     inputs, targets = next(batches)
     run.backward(F.cross_entropy(forward(inputs), targets))

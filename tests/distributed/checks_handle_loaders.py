@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import redirect_stderr
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -140,6 +142,21 @@ def check_a_split_that_each_rank_draws_by_itself_is_told(strategy: Strategy) -> 
         return
     with pytest.raises(ConfigError, match=r"ranks disagree about which samples a Subset has \(draw the split before"):
         run.loader(Subset(split, range(4)), 1)
+
+
+def check_data_that_differ_are_told_and_parts_of_each_rank_are_trained_on_whole(strategy: Strategy) -> None:
+    rank, size = strategy.world.rank, strategy.world.size
+    part, run = [100 * rank + place for place in range(9)], init(strategy)
+    with redirect_stderr(StringIO()) as said:
+        assert len(list(run.loader(part, 9))) == 1
+    assert ("item 0 of the dataset is not the same on ranks 0 and 1" in said.getvalue()) is (rank == 0 < size - 1)
+    with redirect_stderr(StringIO()) as said:
+        loader = run.loader([*part, *range(rank)], 2, already_sharded=True)
+        epochs = [[number for batch in loader for number in batch.tolist()] for _ in range(2)]
+    assert said.getvalue() == ""
+    assert epochs[0] != epochs[1]
+    for drawn in epochs:
+        assert sorted(set(drawn)) == sorted({*part, *range(rank)})
 
 
 def check_a_sampler_draws_the_order_for_all_ranks(strategy: Strategy) -> None:

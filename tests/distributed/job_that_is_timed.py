@@ -27,8 +27,10 @@ def train(strategy: str | Strategy, slow_s: float, input_s: float) -> None:
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run = trainer.init(strategy)
+    torch.manual_seed(0)
+    data = InMemory(torch.randn(4000, 8), torch.randint(4, (4000,)), late)
     model, optimizer = run.prepare(model, optimizer)
-    loader = run.loader(InMemory(torch.randn(4000, 8), torch.randint(4, (4000,)), late), 10)
+    loader = run.loader(data, 10)
     slow = run.rank == run.world_size - 1
     for inputs, targets in loader:
         optimizer.zero_grad()

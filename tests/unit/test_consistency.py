@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.data import Dataset, Subset
 
 from tests.unit.ranks_as_threads import Threads
-from trainer import ConfigError, TrainerError, World
-from trainer.loop.consistency import PeriodicCheck, _digest, check_consistency, check_devices, describe_model
+from trainer import ConfigError, InMemory, TrainerError, World
+from trainer.data.loader import ShardedLoader
+from trainer.loop.consistency import (
+    PeriodicCheck,
+    _digest,
+    check_consistency,
+    check_devices,
+    describe_model,
+    warn_of_other_data,
+)
+from trainer.loop.random_numbers import random_state
 from trainer.strategies.base import Strategy
 from trainer.strategies.single import SingleStrategy
 
@@ -23,7 +35,7 @@ View = tuple[Any, ...]
 class Gathered(SingleStrategy):
     """A rank to whom the others' views are given by the test: (host, facts) or (host, GPU, may share)."""
 
-    def __init__(self, *others: View, rank: int = 0, device: str = "cpu") -> None:
+    def __init__(self, *others: Any, rank: int = 0, device: str = "cpu") -> None:
         self.world = World(rank=rank, size=len(others) + 1, device=torch.device(device))
         self._others = list(others)
         self.asked = self.sent = 0
@@ -81,6 +93,52 @@ def test_a_stride_without_a_meaning_is_no_difference() -> None:
     layers[1].weight.data = layers[1].weight.data.as_strided((3, 2, 1, 2), (4, 1, 99, 2))
     assert layers[0].weight.stride() != layers[1].weight.stride()
     assert describe_model(layers[0]) == describe_model(layers[1])
+
+
+class Items(Dataset[Any]):
+    """Items; drawn with noise from the global generators, all noise from a generator of its own, or a mistake."""
+
+    def __init__(self, items: Sequence[Any], noise: str = "") -> None:
+        self.targets, self._noise, self.generator = items, noise, np.random.default_rng()
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Any:
+        if self._noise == "own":
+            return self.generator.random()
+        noise = [random.random(), np.random.rand(), torch.rand(2)] if self._noise else []
+        return {"item": self.targets[index if self._noise != "mistake" else -9], "noise": noise}
+
+
+OTHER_DATA: dict[str, tuple[Callable[[int], Any], str]] = {
+    "the same": (lambda rank: Items([*range(99)]), ""),
+    "drawn by each rank": (lambda rank: InMemory(torch.full((9, 2), float(rank)), torch.zeros(9)), "item 0"),
+    "labels in another order": (lambda rank: [(torch.ones(2), "ab"[:: 1 - 2 * rank].index(x)) for x in "ab"], "item 0"),
+    "one item": (lambda rank: [SimpleNamespace(x=np.arange(3), y=[None, rank * (n == 7)]) for n in range(9)], "item 7"),
+    "with noise, the same": (lambda rank: Items([*"abcd"], "global"), ""),
+    "with noise": (lambda rank: Items([*"abc", f"d{rank}"], "global"), "item 3"),
+    "all noise, the same": (lambda rank: Subset(Items([*"abcd"], "own"), [0, 2]), ""),
+    "all noise": (lambda rank: Subset(Items([*"abcd"][:: 1 - 2 * rank], "own"), [0, 2]), "targets"),
+    "a mistake": (lambda rank: Items([*"abcd"], "own" if rank else "mistake"), ""),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", OTHER_DATA)
+def test_data_that_differ_between_ranks_are_told(name: str, workers: int, capsys: pytest.CaptureFixture[str]) -> None:
+    make, told = OTHER_DATA[name]
+    datasets = [make(rank) for rank in range(2)]
+    options: Any = {} if isinstance(datasets[0], InMemory) else {"num_workers": workers}
+    here, there = (
+        ShardedLoader(data, 1, world=World(rank=rank, size=2), **options) for rank, data in enumerate(datasets)
+    )
+    other = Gathered(there.digests())
+    before = str(random_state(torch.device("cpu")))
+    warn_of_other_data(other, here)
+    assert str(random_state(torch.device("cpu"))) == before
+    said = capsys.readouterr().err
+    assert f"trainer: WARNING: {told}" in said and "not the same on ranks 0 and 1" in said if told else not said
 
 
 def small(kind: Callable[..., nn.Module] = nn.Linear, size: int = 3) -> nn.Module:
@@ -173,6 +231,25 @@ def test_a_weight_of_which_one_bit_differs_is_named(name: str, bit: int) -> None
 
     expected = f"the weights of rank 2 on host a are not those of rank 0, first in {name}, at backward pass 3: "
     assert expected in one_error(compare(3, job), TrainerError)
+
+
+@pytest.mark.parametrize(
+    ("weights", "order"),
+    [
+        (torch.eye(2), [1, 0]),
+        (torch.arange(16.0).view(4, 4), [0, 2, 1, 3]),
+        (torch.arange(7, dtype=torch.bfloat16), [*range(5), 6, 5]),
+        (torch.arange(12.0).view(3, 4).t(), [1, 0, 2, 3]),
+        (torch.arange(2**20).double().view(4, -1), [0, 2, 1, 3]),
+    ],
+)
+def test_weights_in_another_order_are_other_weights(weights: Tensor, order: list[int]) -> None:
+    def job(rank: int, check: PeriodicCheck) -> None:
+        when_due(check, None, [], [nn.ParameterList([weights[order] if rank else weights])])
+
+    assert "the weights of rank 1 on host a are not those of rank 0, first in 0" in one_error(
+        compare(2, job), TrainerError
+    )
 
 
 @pytest.mark.parametrize(("ranks", "odd", "named", "same"), [(2, 0, 1, 0), (2, 1, 1, 0), (3, 0, 0, 1), (3, 1, 1, 0)])

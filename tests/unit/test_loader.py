@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from trainer.cluster.world import World
 from trainer.data import order
@@ -140,6 +140,28 @@ def test_a_sampler_that_draws_too_little_is_told() -> None:
 
     with pytest.raises(ConfigError, match="the sampler has drawn 2 samples, and its length is 4"):
         list(ShardedLoader(numbered(5), 2, sampler=Short([0, 1])))
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 2, "sampler": 3}, {"batch_sampler": [3]}])
+def test_a_sampler_that_does_not_end_is_told(options: dict[str, Any]) -> None:
+    class Cycle(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return itertools.repeat(self[0])
+
+    *_, (name, drawn) = options.items()
+    made: dict[str, Any] = {**options, name: Cycle([drawn])}
+    with pytest.raises(ConfigError, match="Cycle has a length of 1, and no end after 1010 draws"):
+        list(ShardedLoader(numbered(5), **made))
+
+
+def test_many_draws_with_replacement_are_made_when_they_are_needed() -> None:
+    sampler = RandomSampler(numbered(5), replacement=True, num_samples=10**10)
+    ranks = [ShardedLoader(numbered(5), 50, sampler=sampler, world=world(rank, 2)) for rank in range(2)]
+    drawn = [next(loader.steps()).batch[1].tolist() for loader in ranks]
+    assert len(ranks[0]) == 10**8
+    assert {*drawn[0]} == {*drawn[1]} == {*range(5)}
+    alone = ShardedLoader(numbered(5), 100, sampler=sampler)
+    assert next(alone.steps()).batch[1].tolist() == drawn[0] + drawn[1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

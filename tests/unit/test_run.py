@@ -70,6 +70,14 @@ def test_what_is_neither_a_model_nor_an_optimizer_is_refused() -> None:
         init("single").prepare(nn.Linear(2, 1), make_data(4))  # type: ignore[call-overload]
 
 
+class Dividing(list[int]):
+    """A sampler that leaves the other ranks' samples out, as those that repeat augmentations do."""
+
+    def __init__(self, indices: list[int]) -> None:
+        super().__init__(indices)
+        self._world_size = 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -92,6 +100,7 @@ def test_what_is_neither_a_model_nor_an_optimizer_is_refused() -> None:
         ({"batch_sampler": []}, "the batch sampler, list, has no batches"),
         ({"batch_sampler": BatchSampler(DistributedSampler(make_data(4), 2, 0), 2, False)}, "num_replicas=1"),
         ({"batch_size": 2, "sampler": DistributedSampler(make_data(4), 2, 0)}, "leave DistributedSampler out"),
+        ({"batch_size": 2, "sampler": Dividing([0, 1])}, "leave Dividing out"),
         ({"batch_size": 5, "drop_last": True}, "drop_last leaves no step: there are 4 samples, and all ranks take 5"),
         (
             {"batch_size": 2, "num_worker": 1},

@@ -262,14 +262,14 @@ class Loader(ABC):
         for observer in self.observers:
             observer.begun(self, is_resumed=start > 0)
 
-    def _make_data_loader(self, dataset: Any, **batches: Any) -> DataLoader[Any]:
-        """Return torch's DataLoader with the options that were given; `batches` says which batches it makes."""
+    def _make_data_loader(self, dataset: Any, **given: Any) -> DataLoader[Any]:
+        """Return torch's DataLoader with this loader's options; `given` says which batches it makes, and goes first."""
         options: dict[str, Any] = {"pin_memory": self.world.device.type == "cuda", **self._options}
         options["collate_fn"] = partial(collate, function=options.get("collate_fn"), is_ready=self._is_ready)
         options["worker_init_fn"] = partial(start_worker, function=options.get("worker_init_fn"))
         # Without this generator, DataLoader would draw from torch's, and change what dropout draws.
-        generator = torch.Generator()
-        return DataLoader(dataset, num_workers=self.num_workers, generator=generator, **batches, **options)
+        options |= {"num_workers": self.num_workers, "generator": torch.Generator()}
+        return DataLoader(dataset, **options | given)
 
     def _samples_of(self, loaded: Counted) -> int:
         """Return the number of samples in a batch; 1 if it is neither known nor needed."""

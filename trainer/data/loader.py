@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from io import BytesIO
 from itertools import repeat
 from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
 from trainer.data.base import NO_SAMPLES, NOT_GIVEN, Loader, LoaderOptions, Step, check_sizes, is_stream
 from trainer.data.batches import Counted, batches_of, move
-from trainer.data.order import Drawn, DrawnBatches, Epoch, EpochOrder
+from trainer.data.order import Drawn, DrawnBatches, Epoch, EpochOrder, seed_globally, seeded
+from trainer.data.permutation import Permutation
 from trainer.data.shard_plan import ShardPlan
 from trainer.errors import ConfigError
+from trainer.watch.spans import loading
 
 Batch = tuple[Any, Any]
 
 _SPLIT = "which samples a Subset has (draw the split before run.prepare, or with a torch.Generator of its own)"
+_ATTRIBUTES = ("samples", "targets", "indices", "files", "_fingerprint")
 _MOST_CHECKED = 4096
-"""Indices of a `Subset` that ranks compare, evenly spaced."""
+"""Values of such an attribute that ranks compare, evenly spaced."""
+_DRAWN, _DEEPEST = 8, 8
+"""Items that ranks compare, and datasets within one another that are asked for their attributes."""
 
 
 class InMemory(Dataset[Batch]):
@@ -152,10 +159,32 @@ class ShardedLoader(Loader):
     def must_agree(self) -> dict[str, Any]:
         return {
             "samples of the dataset": self.dataset_length,
-            _SPLIT: _checksum_of_subset(self.dataset),
+            _SPLIT: _checksums_of_attributes(self.dataset, ["indices"]).get("indices of Subset"),
             f"{self.unit} of an epoch": self.plan.samples,
             f"{self.unit} per step": self.step_size,
         }
+
+    def digests(self) -> dict[str, int]:
+        """Return checksums of some items, by their names; if these are random, of attributes that tell the samples.
+
+        Each is drawn twice, with the same random numbers. With workers, a worker draws, because what a dataset opens
+        for its first item may not survive a fork.
+        """
+        data: Any = self.dataset
+        data = InMemory(data.inputs, data.targets) if isinstance(data, InMemory) else data  # a transform takes batches
+        places = Permutation(self.dataset_length, 0).at(np.arange(min(self.dataset_length, _DRAWN), dtype=np.uint64))
+        twice = [[place] for place in sorted(places.tolist()) for _ in range(2)]
+        options = {"collate_fn": partial(digest, seed=0), "num_workers": min(self.num_workers, 1), "pin_memory": False}
+        try:
+            with seeded(0):
+                data_loader = self._make_data_loader(data, batch_sampler=[twice[0], *twice], **options)
+                drawn: list[Any] = [*loading(batches_of(data_loader, 0))][1:]  # the first is drawn with other numbers
+            if drawn[::2] != drawn[1::2]:
+                return _checksums_of_attributes(data)
+            return {f"item {place} of the dataset": found for [place], found in zip(twice, drawn, strict=True)}
+        except Exception as error:  # it comes again where the item is needed
+            error.__traceback__ = None  # which would keep the worker
+            return {}
 
     def __len__(self) -> int:
         """Return the steps in an epoch, the same on every rank. In an evaluation a rank may have fewer."""
@@ -270,17 +299,37 @@ class ShardedLoader(Loader):
         return self._make_data_loader(self.dataset, **batches)
 
 
-def _checksum_of_subset(dataset: Any) -> str:
-    """Return a checksum of the indices of a `Subset`; "none" for other datasets.
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        return bytes, (value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),)
 
-    Ranks that draw a split from generators in different states have different samples in splits of equal length.
+
+def digest(value: Any, seed: int | None = None) -> int:
+    """Return a checksum of a value of any type that can be pickled, of tensors by their numbers alone.
+
+    Args:
+        seed: of the global random generators afterwards.
     """
-    checksum = 0
-    while isinstance(dataset, Subset):
-        step = max(1, len(dataset.indices) // _MOST_CHECKED)
-        checksum = zlib.crc32(repr(np.asarray(dataset.indices[::step]).tolist()).encode(), checksum)
-        dataset = dataset.dataset
-    return f"checksum {checksum}" if checksum else "none"
+    pickler = _Pickler(file := BytesIO())
+    pickler.fast = True  # equal parts count alike, whether they are one object or two
+    pickler.dump(value)
+    if seed is not None:
+        seed_globally(seed)
+    return zlib.crc32(file.getbuffer())
+
+
+def _checksums_of_attributes(dataset: Any, names: Sequence[str] = _ATTRIBUTES) -> dict[str, int]:
+    """Return checksums of a dataset's attributes, and of those that it is made of, as a `Subset` is."""
+    found: dict[str, int] = {}
+    for _ in range(_DEEPEST):
+        for name in names:
+            if isinstance(values := getattr(dataset, name, None), Sequence | Tensor | np.ndarray):
+                key = f"{name} of {type(dataset).__name__}"  # which may be one of several, a Subset of a Subset
+                found[key] = digest([values[:: len(values) // _MOST_CHECKED + 1], found.get(key)])
+        dataset = getattr(dataset, "dataset", None)
+    return found
 
 
 class _Indices:

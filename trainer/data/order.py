@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from trainer.data.base import Group
 from trainer.data.permutation import Permutation
@@ -31,6 +31,8 @@ DrawnBatches = Sampler[list[int]] | Iterable[Iterable[Any]]
 
 _LARGEST_TABLE = 2**20
 """Up to so many samples an epoch's shuffled order is a table, of 8 MB; beyond, it is computed when it is needed."""
+_MOST_DRAWN = 2**27
+"""Of more samples with replacement, no table is drawn; they are computed when they are needed, each equally often."""
 _AT_ONCE = 8
 """Batches whose order is computed at once, because each call costs 70 µs, and an index 0.1 µs."""
 
@@ -147,6 +149,9 @@ class EpochOrder:
                 raise ConfigError(f"{type(self._batch_sampler).__name__} has drawn no batch for epoch {epoch} (from 0)")
             keys = [key for batch in batches for key in batch]
             return Epoch(_compact(keys), [0, *accumulate(map(len, batches))])
+        sampler: Any = self._sampler
+        if type(sampler) is RandomSampler and sampler.replacement and self.units > _MOST_DRAWN:
+            return Epoch(Permutation(self.units, mix_seeds(self.seed, epoch), len(sampler.data_source)))
         if self._sampler is not None:
             keys = self._draw(self._sampler, epoch, _key)
             if len(keys) != self.units:
@@ -190,9 +195,10 @@ def _compact(keys: list[Any]) -> Tensor | list[Any]:
 
 def _length_of(sampler: Any) -> int:
     for inner in samplers_in(sampler):
-        if isinstance(inner, DistributedSampler) and inner.num_replicas != 1:
+        held = {name.strip("_"): value for name, value in _held_by(inner).items()}
+        if any(held.get(name) not in (None, 1) for name in ("num_replicas", "world_size", "num_shards")):
             raise ConfigError(
-                "a loader divides what is drawn among the ranks itself; leave DistributedSampler out, or give it "
+                f"a loader divides what is drawn among the ranks itself; leave {type(inner).__name__} out, or give it "
                 "num_replicas=1, rank=0"
             )
     try:
@@ -201,21 +207,26 @@ def _length_of(sampler: Any) -> int:
         raise ConfigError(f"{type(sampler).__name__} has no __len__, so ranks cannot plan their steps") from None
 
 
-def draw(sampler: Iterable[Any], *, epoch: int, seed: int) -> list[Any]:
+def draw(sampler: Any, *, epoch: int, seed: int) -> list[Any]:
     """Return what a sampler, or a batch sampler, draws in an epoch.
+
+    Raises `ConfigError` if it does not end.
 
     `seed` and `epoch` determine all its random numbers: the generators that it or a sampler within it holds are seeded,
     unless it is an `OwnOrder`, and so are the global generators of Python, NumPy and PyTorch, whose states are restored
     afterwards. `set_epoch` is called on each of these samplers that has it.
     """
     mixed = mix_seeds(seed, epoch)
-    with _seeded(mixed):
+    with seeded(mixed):
         for number, inner in enumerate(samplers_in(sampler)):
             if callable(getattr(inner, "set_epoch", None)):
                 inner.set_epoch(epoch)
             for held in _held_by(inner).values() if not isinstance(sampler, OwnOrder) else ():
                 _seed(held, (mixed + number) % 2**63)
-        return list(sampler)
+        drawn = list(islice(sampler, most := 10 * len(sampler) + 1000))
+    if len(drawn) == most:
+        raise ConfigError(f"{type(sampler).__name__} has a length of {len(sampler)}, and no end after {most} draws")
+    return drawn
 
 
 class OwnOrder:
@@ -289,15 +300,20 @@ def _seed(generator: Any, seed: int) -> None:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Seed the global CPU generators of Python, NumPy and PyTorch within a context; restore their states afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.default_generator.manual_seed(seed)  # and not those of GPUs, whose states are not restored
+            seed_globally(seed)
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def seed_globally(seed: int) -> None:
+    """Seed the global CPU generators of Python, NumPy and PyTorch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # and not those of GPUs, whose states `seeded` does not restore

@@ -21,9 +21,11 @@ class Permutation:
 
     Args:
         seed: determines the order; None is the identity, which has no rounds.
+        modulo: of the numbers, their remainders are the samples, so that each comes several times.
     """
 
-    def __init__(self, samples: int, seed: int | None) -> None:
+    def __init__(self, samples: int, seed: int | None, modulo: int | None = None) -> None:
+        self._modulo = np.uint64(modulo or samples or 1)
         self._samples, self._base = samples, math.isqrt(max(samples - 1, 0)) + 1
         rounds = 0 if seed is None else _ROUNDS
         self._keys = np.random.SeedSequence(seed or 0).generate_state(rounds, np.uint64)
@@ -40,7 +42,7 @@ class Permutation:
         beyond = samples >= self._samples
         if beyond.any():
             samples[beyond] = self.at(samples[beyond])
-        return samples
+        return samples % self._modulo
 
 
 def _hash(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -7,11 +7,12 @@ from itertools import islice
 from typing import Any, Unpack
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer.cluster.world import World
-from trainer.data.base import NOT_GIVEN, Loader, LoaderOptions, Step, check_sizes
+from trainer.data.base import NOT_GIVEN, Loader, LoaderOptions, Step, check_sizes, is_stream
 from trainer.data.batches import batches_of, move
+from trainer.data.shard_plan import permutation
 from trainer.errors import ConfigError, TrainerError
 
 
@@ -31,7 +32,8 @@ class StreamLoader(Loader):
             Hugging Face have it. If it has `set_epoch(epoch)`, that is called before each epoch.
         batch_size: samples per rank and step; None (given, not left out) for a stream of batches.
         global_batch_size: samples of all ranks and step, instead of `batch_size`.
-        already_sharded: take the dataset as it is, because it is this rank's part already.
+        already_sharded: take the dataset as it is, because it is this rank's part already. It may be a map-style
+            dataset then, which is shuffled in training.
         training: False for an evaluation.
         drop_last: end the epoch before the first step that the ranks cannot fill.
         options: what every loader takes, such as `weigh_by` and `collate_fn`; see `Loader`. Each of `num_workers`
@@ -59,6 +61,8 @@ class StreamLoader(Loader):
         super().__init__(is_ready, training=training, drop_last=drop_last, **options)
         sizes = _batch_sizes(1 if self._is_ready else batch_size, global_batch_size, self.world.size)
         self.step_size = sum(sizes)
+        if already_sharded and not is_stream(dataset):
+            dataset = _Items(dataset, self.seed, shuffle=training)
         self.dataset = _part(dataset, self.world, already_sharded=already_sharded)
         self.samples = 0
         """Units (samples, or batches of a stream of these) that all ranks have drawn in this epoch of a training."""
@@ -182,6 +186,25 @@ class _Iterable(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._samples)
+
+
+class _Items(IterableDataset[Any]):
+    """A rank's own map-style dataset as a stream, in a new order in every epoch of a training."""
+
+    def __init__(self, dataset: Any, seed: int, *, shuffle: bool) -> None:
+        self._dataset, self._seed, self._shuffle, self._epoch = dataset, seed, shuffle, 0
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        length = len(self._dataset)
+        order = permutation(length, epoch=self._epoch, seed=self._seed).tolist() if self._shuffle else range(length)
+        info = get_worker_info()
+        return map(self._dataset.__getitem__, order if info is None else order[info.id :: info.num_workers])
 
 
 def _batch_sizes(batch_size: int | None, global_batch_size: int | None, ranks: int) -> list[int]:

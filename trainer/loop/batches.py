@@ -6,7 +6,6 @@ ahead, kept, or drawn from several loaders in turns. If no input is a batch's te
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import threading
 import weakref
@@ -22,6 +21,7 @@ from trainer.cluster.output import print_line
 from trainer.cluster.world import World
 from trainer.data.base import NO_STEP, Loader, Observer, Step
 from trainer.data.batches import tensors_in
+from trainer.data.loader import digest
 from trainer.errors import TrainerError
 from trainer.loop.prepared import at_end
 from trainer.models.global_batch import GlobalBatch
@@ -96,6 +96,8 @@ class Batches(Observer):
         return self.current.count if self.has_loader else 1
 
     def drawn(self, loader: Loader, step: Step) -> None:
+        if threading.get_ident() == self._thread:  # an evaluation's iterator may be kept for later
+            self.evaluated(loader, None)
         self.has_loader = True
         self.draws += 1
         self.update += self.current.closes_update
@@ -117,6 +119,7 @@ class Batches(Observer):
             self.activate(*known)
 
     def ended(self, loader: Loader, *, was_left: bool) -> None:
+        self.evaluated(loader, None)
         self.draws += 1
         self.update += 1
         self.activate(NO_STEP)
@@ -231,9 +234,6 @@ class _Hook:
 def _digest(tensor: Tensor) -> object:
     """Return a digest of a tensor's values; None where they cannot be read, as within torch.func or a trace."""
     try:
-        if tensor.layout is not torch.strided or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            return None
-        numbers = tensor.detach().reshape(-1)[:4096].cpu().view(torch.uint8).numpy()
+        return None if torch.jit.is_tracing() else (tensor.shape, digest(tensor))  # type: ignore[attr-defined, no-untyped-call]
     except (RuntimeError, TypeError):
         return None
-    return tuple(tensor.shape), hashlib.sha256(numbers.tobytes()).hexdigest()

@@ -8,8 +8,10 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -18,6 +20,8 @@ from torch.optim import Optimizer
 from trainer.cluster.gpus import SHARING_HINT, gpu_id, sharing_is_on
 from trainer.cluster.output import print_line
 from trainer.config import RunConfig
+from trainer.data.base import Loader
+from trainer.data.loader import ShardedLoader
 from trainer.errors import ConfigError, TrainerError
 from trainer.strategies.base import Strategy
 from trainer.strategies.gradients import as_real
@@ -46,12 +50,31 @@ def check_consistency(strategy: Strategy, facts: Mapping[str, object]) -> None:
                 )
 
 
+def warn_of_other_data(strategy: Strategy, loader: Loader) -> None:
+    """Warn on rank 0 if some items of a loader's dataset are not the same on all ranks. Collective."""
+    if strategy.world.size == 1:
+        return
+    by_rank = strategy.all_gather_object(loader.digests() if isinstance(loader, ShardedLoader) else {})
+    for name in by_rank[0] if strategy.world.is_root else ():
+        digests = [theirs.get(name) for theirs in by_rank]
+        if None not in digests and (ranks := _differing_ranks(digests)) is not None:
+            print_line(_OTHER_DATA.format(name, *sorted(ranks)), sys.stderr)
+            return
+
+
+_OTHER_DATA = (
+    "trainer: WARNING: {} is not the same on ranks {} and {}: some samples are never seen, or a test's are trained on. "
+    "Draw and split data with a seed (random_state=0) or before run.prepare, number labels in a sorted order, or take "
+    "rank 0's by run.broadcast. If each rank is meant to have a part of its own, give run.loader already_sharded=True"
+)
+
+
 class PeriodicCheck:
     """Compares the ranks after their backward passes 0, 1, 2, 4, … 1024, 2048, 3072, …
 
     Ranks may diverge without an error: a rank skips a batch, takes another step, loads other weights, or steps a
     scheduler with its local loss; a bit of its memory flips. Compared are the loader's epoch and batches, the
-    optimizers' settings, and the sum of each weight's bits, which any single change of a weight changes.
+    optimizers' settings, and a hash of each parameter's bits, which any single change of a weight changes.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -109,22 +132,22 @@ class PeriodicCheck:
         if not models:
             return
         named = [(name, parameter) for model in models for name, parameter in model.named_parameters()]
-        sums = _sums_of_bits([parameter for _, parameter in named])
+        hashes = _hashes([parameter for _, parameter in named])
         buffers = dict(_buffers_to_compare(models)) if not self._has_warned else {}
         kinds = [(name, tuple(buffer.shape)) for name, buffer in buffers.items()]
-        of_buffers = dict(zip(kinds, _sums_of_bits([*buffers.values()]), strict=True))
+        of_buffers = dict(zip(kinds, _hashes([*buffers.values()]), strict=True))
         digests, digests_of_buffers = zip(
-            *self._strategy.all_gather_object((_digest(sums), _digest(of_buffers))), strict=True
+            *self._strategy.all_gather_object((_digest(hashes), _digest(of_buffers))), strict=True
         )
         if (ranks := _differing_ranks(digests)) is not None:
-            self._raise_for_weights(hosts, [name for name, _ in named], sums, *ranks)
+            self._raise_for_weights(hosts, [name for name, _ in named], hashes, *ranks)
         if len(set(digests_of_buffers)) > 1:
             self._warn_of_buffers(of_buffers)
 
     def _raise_for_weights(
-        self, hosts: Sequence[str], names: Sequence[str], sums: list[int], other: int, same: int
+        self, hosts: Sequence[str], names: Sequence[str], hashes: list[int], other: int, same: int
     ) -> NoReturn:
-        by_rank = self._strategy.all_gather_object(sums)
+        by_rank = self._strategy.all_gather_object(hashes)
         pairs = zip(names, by_rank[other], by_rank[same], strict=False)
         differing = (name for name, theirs, usual in pairs if theirs != usual)
         raise TrainerError(
@@ -142,8 +165,8 @@ class PeriodicCheck:
         """
         by_rank = self._strategy.all_gather_object(here)
         for kind in here:
-            sums = [theirs.get(kind) for theirs in by_rank]
-            if None not in sums and (ranks := _differing_ranks(sums)) is not None:
+            hashes = [theirs.get(kind) for theirs in by_rank]
+            if None not in hashes and (ranks := _differing_ranks(hashes)) is not None:
                 self._has_warned = True
                 if self._strategy.world.is_root:
                     print_line(_DIFFERING_BUFFER.format(kind[0], *ranks), sys.stderr)
@@ -194,26 +217,36 @@ def _differing_ranks(values: Sequence[object]) -> tuple[int, int] | None:
 
 
 @torch.no_grad()
-def _sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the sum of each tensor's numbers, read as integers, modulo 2^64."""
+def _hashes(tensors: Sequence[Tensor]) -> list[int]:
+    """Return a hash of each tensor's bits and their places."""
     if not tensors:
         return []
-    totals = [_sum_of_bits(as_real(tensor)) for tensor in tensors]
-    sums: list[int] = torch.stack([total.to(totals[0].device) for total in totals]).tolist()
-    return sums
+    found = [_hash_of_bits(as_real(tensor)) for tensor in tensors]
+    hashes: list[int] = torch.stack([each.to(found[0].device) for each in found]).tolist()
+    return hashes
 
 
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    numbers = tensor.detach()
-    if numbers.is_contiguous():  # eight bytes at a time, which is ten times as fast as to widen each number
-        raw = numbers.reshape(-1).view(torch.uint8)
-        if raw.storage_offset() % 8 == 0:
-            whole = raw.numel() // 8 * 8
-            return raw[:whole].view(torch.int64).sum() + raw[whole:].sum(dtype=torch.int64)
-    return numbers.view(_INTEGERS[numbers.element_size()]).sum(dtype=torch.int64)
+def _hash_of_bits(tensor: Tensor) -> Tensor:
+    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    raw = raw.clone() if raw.storage_offset() % 8 else raw
+    whole = raw.numel() // 8 * 8  # eight bytes at a time
+    return _hash(torch.stack([_hash(raw[:whole].view(torch.int64)), _hash(raw[whole:].long())]))
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+def _hash(numbers: Tensor) -> Tensor:
+    """Return the sum of the numbers, modulo 2^64, each times the factor of its place; of many, that of such sums."""
+    factors = _factors(numbers.device)
+    if len(numbers) > len(factors):
+        numbers = torch.stack([_hash(part) for part in numbers.split(len(factors))])
+    factors = factors[: len(numbers)]
+    return numbers.dot(factors) if numbers.device.type == "cpu" else (numbers * factors).sum()
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """Return odd numbers, so that a product with any of them tells what was multiplied."""
+    drawn = np.random.SeedSequence(0).generate_state(2**18, np.uint64) | np.uint64(1)
+    return torch.from_numpy(drawn.view(np.int64)).to(device)
 
 
 def check_devices(strategy: Strategy) -> None:

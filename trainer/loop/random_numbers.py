@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -41,33 +41,28 @@ def draw_apart(strategy: Strategy, seed: int) -> None:
             _SEED[name](mix_seeds(seed, int(state[:15], 16), world.rank))
 
 
-def warn_of_twins(strategy: Strategy, inputs: object) -> None:
-    """Warn on rank 0 if ranks draw the same random numbers, or have trained on the same batch. Collective.
+def warn_of_twins(strategy: Strategy, batch: object) -> bool:
+    """Warn on rank 0 if ranks draw the same random numbers, or train on the same batch; return if so. Collective.
 
     Args:
-        inputs: a digest of the inputs of this rank's first forward pass; None if there was none.
+        batch: what tells this rank's batch; None if nothing does.
     """
-    by_rank = strategy.all_gather_object((_digests(strategy.world.device)["torch"], inputs))
-    if not strategy.world.is_root:
-        return
-    states, batches = zip(*by_rank, strict=True)
-    _warn_of_first_twins(
-        states,
-        "draw the same random numbers, for dropout and noise as well; call torch.manual_seed before run.prepare, which "
-        "has each rank go on with its own, or add run.rank to the seed",
-    )
-    _warn_of_first_twins(
-        batches,
-        "have trained on the same batch, so that two ranks do the work of one; take run.loader, or give each rank "
-        "other samples",
-    )
+    by_rank = strategy.all_gather_object((_digests(strategy.world.device)["torch"], batch))
+    for values, what_they_do in zip(zip(*by_rank, strict=True), _TWINS, strict=True):
+        for rank, value in enumerate(values):
+            if value is not None and value in values[:rank]:
+                if strategy.world.is_root:
+                    print_line(f"trainer: WARNING: ranks {values.index(value)} and {rank} {what_they_do}", sys.stderr)
+                return True
+    return False
 
 
-def _warn_of_first_twins(values: Sequence[object], what_they_do: str) -> None:
-    for rank, value in enumerate(values):
-        if value is not None and value in values[:rank]:
-            print_line(f"trainer: WARNING: ranks {values.index(value)} and {rank} {what_they_do}", sys.stderr)
-            return
+_TWINS = (
+    "draw the same random numbers, for dropout and noise as well; call torch.manual_seed before run.prepare, which has "
+    "each rank go on with its own, or add run.rank to each seed",
+    "have trained on the same batch, so that two ranks do the work of one; take run.loader, or give each rank other "
+    "samples",
+)
 
 
 def _digests(device: torch.device) -> dict[str, str]:

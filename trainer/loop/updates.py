@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ from trainer.watch.spans import EXCHANGE, span
 _UNREACHED = (
     "trainer: WARNING: run.backward has reached no parameter of a model that was prepared. Each rank trains what it "
     "reaches instead, a copy of such a model say, on its own batches alone: prepare that"
+)
+
+_NOT_FINITE = (
+    "trainer: WARNING: the loss of {} was the first that was not finite, in backward pass {}, and no rank's is since "
+    "then. Look at its batch there; run.all_reduce tells all ranks to skip such a batch (docs/own-loop.md)"
 )
 
 
@@ -63,7 +69,7 @@ class Updates:
         """Whether a later pass of the same update will send the last pass's gradients."""
         self._is_unfinished = False
         """Whether a backward pass runs, or has ended in an error."""
-        self._had_no_sync = self._has_warned = False
+        self._had_no_sync = self._has_warned = self._has_told = self._has_twins = False
         self._in_no_sync = 0
         self._passes = 0
         """Backward passes without a loader."""
@@ -74,8 +80,11 @@ class Updates:
         """This rank's samples in the earlier passes of the current update, as the script gives them."""
         self._before: Marks | None = None
         """The gradients before the first of the passes with samples; None during that first pass."""
-        self._exchanges = 0
-        """All-reduces of gradients, of whichever models, after which `PeriodicCheck` may compare the ranks."""
+        self._losses: list[tuple[int, Tensor]] = []
+        """This rank's losses since a finite one was last seen, each with the number of its all-reduce, from 1."""
+        self._exchanges = self._asked_at = 0
+        """All-reduces of gradients, of whichever models, after which `PeriodicCheck` may compare the ranks, and those
+        before the ranks were last asked for losses that are not finite."""
         self._stepped: weakref.WeakKeyDictionary[Synchronizer, set[int]] = weakref.WeakKeyDictionary()
         """Ids of optimizers that stepped since the last all-reduce, per model."""
         self._running: set[int] = set()
@@ -116,6 +125,8 @@ class Updates:
             synchronizer.before_backward(is_local=self._is_local, is_weightless=weight == 0.0)
         self._run_pass(loss, weight, options)
         self._prepared.backwards += 1
+        if weight and self._strategy.world.size > 1:
+            self._losses.append((self._exchanges + 1, loss.detach() if not loss.dim() else loss.detach().sum()))
         for synchronizer in synchronizers:
             synchronizer.after_backward()
         reached = [synchronizer for synchronizer in synchronizers if synchronizer.is_reached]
@@ -145,6 +156,23 @@ class Updates:
         if kept := [each for each in self._prepared.synchronizers if each.has_local_gradients]:
             self._all_reduce(kept)
 
+    def tell_of_not_finite(self) -> None:
+        """Warn once of the rank whose loss was the first that was not finite, if no rank's is since. Collective."""
+        if self._strategy.world.size == 1 or self._exchanges == self._asked_at or self._has_told:
+            return  # also where a rank goes over a loader alone, without training
+        self._asked_at = self._exchanges
+        values = torch.stack([loss for _, loss in self._losses]).tolist() if self._losses else [0.0]
+        if isfinite(values[-1]):
+            self._losses = []
+        # Where a step was skipped, as GradScaler does, another rank's last loss is finite.
+        first = next((n for (n, _), value in zip(self._losses, values, strict=False) if not isfinite(value)), 0)
+        by_rank = self._strategy.all_gather_object((first, self._strategy.world.host))
+        self._has_told = all(number for number, _ in by_rank)
+        if self._has_told and self._strategy.world.is_root:
+            (first, _), ranks = min(by_rank), enumerate(by_rank)
+            who = ", ".join(f"rank {rank} on host {host}" for rank, (number, host) in ranks if number == first)
+            print_line(_NOT_FINITE.format(who, first), sys.stderr)
+
     def _check_pass(self) -> None:
         self._running.clear()  # of steps that ended in an error
         prepared = self._prepared
@@ -163,7 +191,8 @@ class Updates:
             if update == self._batches.update and (kept := held()) is not None and kept.grad is None:
                 raise TrainerError(
                     "the gradients of this update's earlier batches are gone, and accumulate is "
-                    f"{self._config.accumulate}; call zero_grad only after a step, where run.sync_gradients is true"
+                    f"{self._config.accumulate}; call zero_grad only after a step, where run.sync_gradients is true: "
+                    "also after the last batch of an epoch, which closes an update"
                 )
         if prepared.has_frozen:
             prepared.check_frozen()
@@ -297,9 +326,12 @@ class Updates:
         self._had_no_sync = False
 
     def _compare(self) -> None:
-        prepared = self._prepared
-        if not self._periodic.due_after:  # the first comparison
-            warn_of_twins(self._strategy, self._batches.first_inputs)
+        prepared, inputs = self._prepared, self._batches.first_inputs
+        if not self._has_twins:
+            # Inputs may be the same where losses are over different parts, such as the nodes of a graph.
+            batch = (inputs, self._losses[0][1].item()) if inputs and self._losses else None
+            self._has_twins = warn_of_twins(self._strategy, batch)
+        self.tell_of_not_finite()
         prepared.check_known()
         # Within no_sync, each rank's weights may differ for a while, as in sharpness-aware minimization.
         equal = all(each.weights_are_equal for each in prepared.synchronizers) and not self._had_no_sync
@@ -352,8 +384,8 @@ class Updates:
         is_repeated = self._is_unfinished or prepared.backwards == known.backwards_at_step
         if not self._batches.current.closes_update:
             raise TrainerError(
-                f"optimizer.step() came before the update's {self._config.accumulate} batches were complete; step only "
-                "where run.sync_gradients is true"
+                f"optimizer.step() came before the update's {self._config.accumulate} batches were complete; the last "
+                "batch of an epoch closes an update as well, so count none: step where run.sync_gradients is true"
             )
         if is_repeated and any(parameter.grad is not None for parameter in parameters_of(optimizer)):
             raise TrainerError(
