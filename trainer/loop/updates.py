@@ -126,7 +126,8 @@ class Updates:
         self._run_pass(loss, weight, options)
         self._prepared.backwards += 1
         if weight and self._strategy.world.size > 1:
-            self._losses.append((self._exchanges + 1, loss.detach() if not loss.dim() else loss.detach().sum()))
+            kept = loss.detach()  # its number alone: a view would keep all that it is a view of
+            self._losses.append((self._exchanges + 1, kept.sum() if kept.dim() or loss._base is not None else kept))
         for synchronizer in synchronizers:
             synchronizer.after_backward()
         reached = [synchronizer for synchronizer in synchronizers if synchronizer.is_reached]
