@@ -126,8 +126,8 @@ class Updates:
         self._run_pass(loss, weight, options)
         self._prepared.backwards += 1
         if weight and self._strategy.world.size > 1:
-            kept = loss.detach()  # its number alone: a view would keep all that it is a view of
-            self._losses.append((self._exchanges + 1, kept.sum() if kept.dim() or loss._base is not None else kept))
+            value = loss.detach()  # its number alone: a view would keep all that it is a view of
+            self._losses.append((self._exchanges + 1, value.sum() if value.dim() or loss._base is not None else value))
         for synchronizer in synchronizers:
             synchronizer.after_backward()
         reached = [synchronizer for synchronizer in synchronizers if synchronizer.is_reached]

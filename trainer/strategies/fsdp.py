@@ -50,22 +50,36 @@ class FSDPStrategy(DDPStrategy):
         self._meshes: dict[str | int, DeviceMesh] = {}
         self._passes = EvaluationPasses()
         self._order_group: Any = None
+        self._agreeing: tuple[Any, Tensor, int] | None = None
+        """What `agree` waits for, the ranks' numbers, and this rank's."""
         self._parts = ["another collective"]
         """Names of what is gathered separately, in the order of `prepare`; the first stands for other collectives."""
 
     def agree(self, part: int = 0) -> None:
         """Compare the number of the part that is gathered next, or 0 for another collective. Collective.
 
-        Ranks that gather different parts would mix up their parameters, or wait for ever.
+        Ranks that gather different parts would mix up their parameters, or wait for ever. On GPUs, which gather behind
+        the back of this process, it does not wait: what differs is told at the next call.
 
         Raises:
             TrainerError: a rank comes to another part than rank 0; on all ranks.
         """
         # Of its own, in which no unlike messages meet.
         self._order_group = self._order_group or dist.new_group(backend="gloo")
+        self._compare_parts()
         numbers = torch.empty(self.world.size, dtype=torch.int64)
+        work = dist.all_gather_single(numbers, torch.tensor([part]), group=self._order_group, async_op=True)
+        self._agreeing = work, numbers, part
+        if self.world.device.type == "cpu":
+            self._compare_parts()
+
+    def _compare_parts(self) -> None:
+        """Wait for the last `agree`, and raise `TrainerError` where it has found a difference."""
+        if self._agreeing is None:
+            return
+        (work, numbers, part), self._agreeing = self._agreeing, None
         with waits(self._parts[part], counts=True):
-            dist.all_gather_single(numbers, torch.tensor([part]), group=self._order_group)
+            work.wait()
         if other := next((rank for rank, number in enumerate(numbers) if number != numbers[0]), 0):
             first, second = self._parts[numbers[0]], self._parts[numbers[other]]
             raise TrainerError(
