@@ -24,6 +24,10 @@ def rank(number: int, **reported: Any) -> Heartbeat:
     return Heartbeat(pid=100 + number, rank=number, **values)
 
 
+def told(number: int, message: str) -> Heartbeat:
+    return rank(number, error="TrainerError", message=message)
+
+
 def judged(*ranks: Heartbeat, **seen: Any) -> Judgement:
     by_number = {heartbeat.rank: heartbeat for heartbeat in ranks}
     return judge(Attempt(hosts=HOSTS, ranks=by_number, host_of={number: "abc"[number] for number in by_number}, **seen))
@@ -33,6 +37,7 @@ R0, R1, LOST0, SAVED0 = rank(0), rank(1), rank(0, error=LOST_PEER), rank(0, phas
 DONE0, DONE1 = rank(0, phase="done"), rank(1, phase="done")
 OUT0, OUT1 = (rank(number, error="MemoryError") for number in (0, 1))
 KEY0 = rank(0, error="KeyError", message="'x'\nmore", updates=0, first_update=0)
+ODD, TIE = (f"the weights of rank 1 on host b are not those of rank 0{host}, first in w" for host in ("", " on host a"))
 WRONG1 = rank(1, error=MISTAKE, message="lr is 0")
 FAILS = {"codes": [1]}
 DIES = {"codes": [137], "dead": [1]}
@@ -68,13 +73,23 @@ def hang(*culprits: int) -> dict[str, Any]:
             "rank 1 on b failed in update 10: MemoryError",
         ),
         ([KEY0], FAILS, "failed", None, "a", "rank 0 on a failed before its first update: KeyError: 'x'"),
+        ([OUT0, OUT1], {"verdict": JobVerdict(DIFFERENT, "other")}, "failed", None, "", "rank 0 on a failed in update"),
+        # An error that all ranks raise is of the rank that it names; of two, nobody can say whose it is.
         (
-            [OUT0, OUT1],
-            {"verdict": JobVerdict(DIFFERENT, "other")},
+            [told(0, ODD), told(1, ODD)],
+            FAILS,
             "failed",
             None,
-            "a",
-            "rank 0 on a failed in update",
+            "b",
+            f"rank 1 on b failed in update 10: TrainerError: {ODD}",
+        ),
+        (
+            [told(0, TIE), told(1, TIE), rank(2)],
+            FAILS,
+            "failed",
+            None,
+            "",
+            f"rank 0 on a and rank 1 on b failed in update 10: TrainerError: {TIE}",
         ),
         # Deaths, and the launcher's end.
         ([R0, R1], DIES, "failed", None, "b", SILENT),

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from trainer.cluster.output import print_line
 from trainer.cluster.world import World
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, name_rank
 from trainer.files import write_atomically
 from trainer.report.callback import Callback, EpochRecord, FitContext, UpdateRecord
 from trainer.untrusted import open_own, parse_json, read_file
@@ -56,7 +56,7 @@ class RunFolder:
             try:
                 self._open(path, settings)
             except TrainerError as error:
-                problem = str(error)
+                problem = name_rank(str(error), world.rank, world.size, world.host)
         problem, of_root = broadcast_object((problem, str(path)))
         if problem:
             raise TrainerError(problem)

@@ -12,8 +12,9 @@ waits for a signal.
 3. After the same updates, about twice a second, and at the end of each epoch, `FlagReduction` sums who has had a
    signal, whether it is time, who is writing, and who could not. At the end of an epoch, rank 0 broadcasts the score
    before.
-4. If a checkpoint is due, `Contents.state` calls each `state_dict`, which may be collective. `Storage.copy` gathers
-   sharded tensors, unless the ranks write parts. Then the ranks gather the random states.
+4. If a checkpoint is due, `check_states` gathers hashes of the ranks' weights. `Contents.state` calls each
+   `state_dict`, which may be collective. `Storage.copy` gathers sharded tensors, unless the ranks write parts. Then the
+   ranks gather the random states.
 5. If a rank could not write, and after each save that is waited for, they gather why.
 """
 
@@ -38,7 +39,7 @@ from trainer.cluster.output import print_line
 from trainer.config import CheckpointConfig
 from trainer.data.base import Loader, Observer
 from trainer.errors import ConfigError, TrainerError
-from trainer.loop.consistency import check_consistency
+from trainer.loop.consistency import check_consistency, check_states
 from trainer.loop.random_numbers import random_state, set_random_state
 from trainer.strategies.base import Strategy
 from trainer.watch.heartbeat import PREEMPTED, report_phase
@@ -287,6 +288,7 @@ class Checkpoints(Observer):
         order = (self._attempt, *place)
         with span(CHECKPOINT):
             self._storage.wait()
+            self._check_ranks()
             positions = self._positions.state()
             counts = {"epoch": self.epoch, "updates": self.updates}
             self._storage.copy({**self._contents.state(), **counts, **positions}, order)
@@ -306,6 +308,24 @@ class Checkpoints(Observer):
             self._storage.commit(order, random, facts, self.config.keep)
         self._saved_at = time.monotonic()
         self.stalls_s.append(self._saved_at - started)
+
+    def _check_ranks(self) -> None:
+        """Check that all ranks would save the same: else a run goes on from what a faulty memory has changed.
+
+        Raises:
+            TrainerError: a rank has other weights, or another state of an optimizer.
+        """
+        prepared = self._contents.prepared
+        if self._strategy.shards or self._world.size == 1:
+            return
+        if not all(synchronizer.weights_are_equal for synchronizer in prepared.synchronizers):
+            return
+        optimizers = {known.number: optimizer for optimizer, known in prepared.optimizers.items()}
+        try:
+            check_states(self._strategy, prepared.numbered_models, optimizers, f"after update {self.updates}")
+        except TrainerError as error:
+            agreed = self.newest_path.name if self.newest_path else "none"
+            raise TrainerError(f"{error}; the last checkpoint on which all ranks agreed: {agreed}") from None
 
     def _save_now(self) -> str:
         """Save, and wait until it is written; return what failed on any rank, or "". Collective."""

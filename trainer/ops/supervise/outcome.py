@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.cluster import exit_codes
+from trainer.errors import named_ranks
 from trainer.ops.supervise.hosts import Host, names
 from trainer.watch.heartbeat import DONE, LOST_PEER, MISTAKE, PREEMPTED, Heartbeat
 from trainer.watch.job_folder import DIFFERENT, HANG, JobVerdict
@@ -85,6 +86,11 @@ class Attempt:
         """Return the hosts of ranks."""
         return tuple(sorted({self.host_of[number] for number in numbers if number in self.host_of}))
 
+    def to_blame(self, numbers: Sequence[int]) -> tuple[str, ...]:
+        """Return the hosts of ranks; none where these are all hosts of several, of which nobody can say which it is."""
+        hosts = self.hosts_of(numbers)
+        return () if len(hosts) == len({*self.host_of.values()}) > 1 else hosts
+
     @property
     def advice(self) -> str:
         """What to do where a host, or the network between hosts, may be the cause."""
@@ -119,10 +125,8 @@ def judge(attempt: Attempt) -> Judgement:
 
 
 def _hung(attempt: Attempt, text: str, culprits: Sequence[int]) -> Judgement:
-    hosts = attempt.hosts_of(culprits)
-    if not hosts or len(hosts) == len({*attempt.host_of.values()}) > 1:
-        return Judgement("hung", text + attempt.advice)
-    return Judgement("hung", text, hosts)
+    hosts = attempt.to_blame(culprits)
+    return Judgement("hung", text + attempt.advice * (not hosts), hosts)
 
 
 def _idle(attempt: Attempt, idle_s: float) -> Judgement:
@@ -147,12 +151,14 @@ def _blame(attempt: Attempt) -> Judgement:
         return Judgement("failed", watch.text)
     if own:
         what = ": ".join(filter(None, (errors[own[0]], ranks[own[0]].message))).splitlines()[0][:200]
-        text = f"{attempt.name(own[:1])} failed{attempt.when(own[0])}: {what}"
-        return Judgement("failed", text, attempt.hosts_of(own[:1]))
+        # All ranks raise what they find out together. Of several that it names, nobody can say which is to blame.
+        named = [number for number in named_ranks(ranks[own[0]].message) if number in ranks]
+        text = f"{attempt.name(named or own[:1])} failed{attempt.when(own[0])}: {what}"
+        return Judgement("failed", text, attempt.to_blame(named or own) if len(named) < 2 else ())
     # A rank that has lost another rank ends too, and may be the first whose end was seen.
     if silent := [number for number in attempt.dead if not ranks[number].has_ended]:
         text = f"{attempt.name(silent)} died without a word{attempt.when(silent[0])}{by_signal}"
-        return _after(attempt, text, attempt.left, Judgement("failed", text, attempt.hosts_of(silent)))
+        return _after(attempt, text, attempt.left, Judgement("failed", text, attempt.to_blame(silent)))
     if errors and not by_signal:  # and all follow from a failure that nobody has reported
         text = f"{attempt.name([*errors])} lost another rank{attempt.when(next(iter(errors)))}"
         done = [number for number, rank in ranks.items() if rank.phase == DONE]
