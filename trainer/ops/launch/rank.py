@@ -22,7 +22,7 @@ from trainer.cluster.output import write_whole_lines
 from trainer.errors import TrainerError
 from trainer.ops.launch.outcome import CALL, Outcome, dumps
 from trainer.ops.launch.output import tag_output
-from trainer.watch.failure import is_lost_peer, report_failures
+from trainer.watch.failure import cause_of, is_lost_peer, report_failures
 
 
 def main() -> None:
@@ -40,7 +40,8 @@ def main() -> None:
             text = f"trainer.launch cannot send back the result of rank {launch.rank}: {error}"
             raise TrainerError(text) from None
     except Exception as error:
-        _write(folder, launch, _pickle_error(error), _trace(error), is_lost_peer(error) and launch.size > 1)
+        follows = is_lost_peer(error) and launch.size > 1
+        _write(folder, launch, _pickle_error(cause_of(error)), _trace(error), follows)
         raise
     _write(folder, launch, result)
 
@@ -58,7 +59,7 @@ def _call(file: Path) -> Any:
         return None
 
 
-def _pickle_error(error: Exception) -> bytes:
+def _pickle_error(error: BaseException) -> bytes:
     try:
         return dumps(error)
     except Exception:  # it holds what cannot be sent; its traceback says enough
