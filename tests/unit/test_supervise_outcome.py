@@ -10,7 +10,7 @@ import pytest
 
 from trainer.ops.supervise.attempt import find_dead
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.outcome import Attempt, Judgement, judge
+from trainer.ops.supervise.outcome import OURS, Attempt, Judgement, judge
 from trainer.watch.heartbeat import LOST_PEER, MISTAKE, Heartbeat
 from trainer.watch.job_folder import DIFFERENT, HANG, JobVerdict
 
@@ -56,7 +56,10 @@ def hang(*culprits: int) -> dict[str, Any]:
         # What was asked for, and mistakes, are not started again.
         ([DONE0], {"codes": [0]}, "done", 0, "", "done"),
         ([R0], {"codes": [0], "is_preempted": True}, "done", 0, "", "done"),
-        ([R0], {"codes": [1], "is_preempted": True}, "preempted", 75, "", "preempted"),
+        # The ranks have saved, or had nothing to save: else the code is another one.
+        ([SAVED0], {"codes": [1], "is_preempted": True}, "preempted", 75, "", "preempted"),
+        ([rank(0, first_update=0)], {"codes": [1], "is_preempted": True}, "preempted", 75, "", "preempted"),
+        ([R0], {"codes": [1], "is_preempted": True}, "failed", 1, "", f"preempted, and not saved: {ENDS} 1{ADVICE}"),
         ([R0], {"codes": [1], "was_interrupted": True}, "interrupted", 1, "", "interrupted"),
         ([R0, WRONG1], FAILS, "mistake", 78, "", "rank 1 on b: lr is 0"),
         *(([], {"codes": [code]}, "mistake", code, "", f"{ENDS} {code}") for code in (2, 78, 126, 127)),
@@ -147,6 +150,12 @@ def test_a_rank_that_has_lost_another_one_is_not_the_cause(
             ranks = (*others, rank(guilty, **errors))
             told = judged(*ranks, codes=[1], dead=dead, left=[first], verdict=cause.get("verdict"))
             assert told.text == said.format(guilty, "abc"[guilty])
+
+
+def test_the_signal_that_ends_the_others_is_not_that_of_the_rank_that_died() -> None:
+    """As of a rank that has called os._exit(0), for which a launcher has no other code."""
+    died = "rank 1 on b died without a word in update 10"
+    assert [judged(R0, R1, codes=[128 + code], dead=[1]).text for code in (OURS, 11)] == [died, f"{died} (SIGSEGV)"]
 
 
 def test_on_one_host_nothing_between_hosts_is_to_be_looked_for() -> None:

@@ -260,14 +260,15 @@ class Checkpoints(Observer):
             return
         if (self.epoch, self.updates) != self._saved:
             self._save()
-        problem = self._take_problem()
+        problem, received = self._take_problem(), self.preemption.received
+        which = received.name if received else "a signal on another rank"
+        if problem:
+            raise TrainerError(f"{problem}; {which} ends the job without its latest updates")
         if self._world.is_root:
-            which = self.preemption.received.name if self.preemption.received else "a signal on another rank"
-            print_line(f"trainer: {which}: {problem or 'saved; start again to go on'}", sys.stderr)
-        if not problem:
-            self._is_ending = True
-            report_phase(PREEMPTED)
-        raise SystemExit(1 if problem else exit_codes.PREEMPTED)
+            print_line(f"trainer: {which}: saved; start again to go on", sys.stderr)
+        self._is_ending = True
+        report_phase(PREEMPTED)
+        raise SystemExit(exit_codes.PREEMPTED)
 
     def _report(self, problem: str) -> None:
         if problem and self.config.on_error == "stop":

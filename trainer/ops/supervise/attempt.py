@@ -17,7 +17,7 @@ from trainer.cluster.output import say
 from trainer.cluster.processes import is_running
 from trainer.ops.supervise.launchers import launch
 from trainer.ops.supervise.options import Options
-from trainer.ops.supervise.outcome import Attempt, judge
+from trainer.ops.supervise.outcome import OURS, Attempt, judge
 from trainer.ops.supervise.remote import Answer, on_all_hosts
 from trainer.ops.supervise.signals import Signals
 from trainer.watch.compare import compare
@@ -191,7 +191,7 @@ class Running:
         self._killed = self._running()
         for number in self._killed:
             with suppress(ProcessLookupError):
-                os.kill(self._attempt.ranks[number].pid, signal.SIGKILL)
+                os.kill(self._attempt.ranks[number].pid, OURS)
         self._wait(_TERMINATED_S)
         if is_ending:
             self._note_codes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trainer.cluster import exit_codes
@@ -16,7 +16,10 @@ from trainer.watch.job_folder import DIFFERENT, HANG, JobVerdict
 
 # 2 is argparse's code; 126 and 127 are a shell's for a command that it cannot run, or does not find.
 _MISTAKES = (exit_codes.MISTAKE, 2, 126, 127)
-_SIGNALS = {128 + number: f" ({number.name})" for number in signal.Signals}
+OURS = signal.SIGVTALRM
+"""The signal that ends the ranks which a dead rank leaves behind, at once and unlike any other: a launcher's code tells
+how the dead rank has ended, or else how the others have."""
+_SIGNALS = {128 + number: f" ({number.name})" for number in signal.Signals if number != OURS}
 
 
 @dataclass(frozen=True)
@@ -100,15 +103,23 @@ class Attempt:
 
 
 def judge(attempt: Attempt) -> Judgement:
-    """Return how an attempt has ended: the first of these rules that applies says it."""
+    """Return how an attempt has ended."""
+    judgement = _judge(attempt)
+    if not attempt.is_preempted or judgement.code is not None:
+        return judgement
+    if judgement.verdict == "preempted" or attempt.updates is None:  # else something would be lost
+        return Judgement("preempted", "preempted", code=exit_codes.PREEMPTED)
+    return replace(judgement, text=f"preempted, and not saved: {judgement.text}", code=1)
+
+
+def _judge(attempt: Attempt) -> Judgement:
+    """Return how an attempt has ended by itself: the first of these rules that applies says it."""
     codes, ranks = attempt.codes, attempt.ranks
     mistaken = [number for number, rank in sorted(ranks.items()) if rank.error == MISTAKE]
     if attempt.was_interrupted:
         return Judgement("interrupted", "interrupted", code=1)
     if codes and not any(codes):
         return Judgement("done", "done", code=0)
-    if attempt.is_preempted:
-        return Judgement("preempted", "preempted", code=exit_codes.PREEMPTED)
     if mistaken:
         text = f"{attempt.name(mistaken[:1])}: {ranks[mistaken[0]].message}"
         return Judgement("mistake", text, code=exit_codes.MISTAKE)
