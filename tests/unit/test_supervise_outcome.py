@@ -109,6 +109,15 @@ def hang(*culprits: int) -> dict[str, Any]:
         ([], FAILS, "failed", None, "", f"{ENDS} 1, before a rank had joined{ADVICE}"),
         ([DONE0], {"codes": [0, 3], "dead": [0]}, "failed", None, "", f"{ENDS} 3{ADVICE}"),
         # Hangs.
+        ([], {"idle_s": 60.0}, "hung", None, "", f"no progress for 60 s: no rank has come to trainer.init{ADVICE}"),
+        (
+            [rank(0, phase="joining")],
+            {"idle_s": 9.0},
+            "hung",
+            None,
+            "",
+            f"no progress for 9 s: not all ranks have (not 1, 2) come to trainer.init{ADVICE}",
+        ),
         ([R0, rank(1, updates=8)], {"idle_s": 60.0}, "hung", None, "b", f"{IDLE} rank 1 on b (training), in update 9"),
         ([rank(0, reports=2), R1], {"idle_s": 60.0}, "hung", None, "b", f"{IDLE} rank 1 on b (training), in update 10"),
         ([R0, R1], {"idle_s": 60.0}, "hung", None, "", f"{IDLE} rank 0 on a (training), rank 1 on b "),

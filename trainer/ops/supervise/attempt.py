@@ -115,9 +115,9 @@ class Running:
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds without any progress, once that is longer than the timeout."""
-        idle = time.monotonic() - self._attempt.progress_at
-        is_working = any(rank.phase not in (PREEMPTED, DONE) for rank in self._attempt.ranks.values())
+        """Seconds without any progress, since the launcher's start at first, once that is longer than the timeout."""
+        idle, ranks = time.monotonic() - self._attempt.progress_at, self._attempt.ranks.values()
+        is_working = not ranks or any(rank.phase not in (PREEMPTED, DONE) for rank in ranks)
         return idle if is_working and 0 < self._options.timeout_s < idle else None
 
     @property

@@ -10,7 +10,7 @@ from typing import Literal
 
 from trainer.cluster import exit_codes
 from trainer.errors import named_ranks
-from trainer.ops.supervise.hosts import Host, names
+from trainer.ops.supervise.hosts import Host, names, slots_of
 from trainer.watch.heartbeat import DONE, LOST_PEER, MISTAKE, PREEMPTED, Heartbeat
 from trainer.watch.job_folder import DIFFERENT, HANG, JobVerdict
 
@@ -141,6 +141,10 @@ def _hung(attempt: Attempt, text: str, culprits: Sequence[int]) -> Judgement:
 
 
 def _idle(attempt: Attempt, idle_s: float) -> Judgement:
+    missing = sorted({*range(slots_of(attempt.hosts))} - {*attempt.ranks})
+    if missing and all(rank.phase == "joining" for rank in attempt.ranks.values()):
+        who = f"not all ranks have (not {', '.join(map(str, missing[:8]))})" if attempt.ranks else "no rank has"
+        return _hung(attempt, f"no progress for {idle_s:.0f} s: {who} come to trainer.init", ())
     place = {number: (rank.updates, rank.reports) for number, rank in sorted(attempt.ranks.items())}
     oldest = min(place.values())
     behind = [number for number in place if place[number] == oldest]
