@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def described(given_s: float | None = None) -> Entry:
 
 def test_the_first_rank_of_a_host_that_can_be_watched_starts_a_watcher(started: Started) -> None:
     here = described()
-    assert here.host.endswith(f" {Path('/proc/self/ns/pid').readlink()}")
+    assert here.host.endswith(f"-{Path('/proc/self/ns/pid').readlink()}")
     entries = [OTHER, Entry(None), here, here]
     for rank in (1, 3):
         hang.start(world(rank), entries, None)
@@ -54,7 +55,7 @@ def test_the_first_rank_of_a_host_that_can_be_watched_starts_a_watcher(started: 
     ((command, options),) = started
     assert command[-3:-1] == ["-m", "trainer.ops.watcher"]
     settings = json.loads(command[-1])
-    assert (settings["host"], settings["size"]) == (here.host.split()[0], 4)
+    assert (settings["host"], settings["size"]) == (socket.gethostname(), 4)
     assert settings["records"] == {"2": here.record, "3": here.record}
     assert (settings["given_s"], settings["start_s"]) == (40.0, 1800.0), "rank 0's"
     assert options["start_new_session"] is True
@@ -89,7 +90,7 @@ def test_what_is_no_number_of_seconds_is_refused(text: str) -> None:
         hang_timeout_s(None, {"TRAINER_HANG_TIMEOUT": text})
 
 
-@pytest.mark.parametrize("what", ["open_record", "host_id", "subprocess.Popen"])
+@pytest.mark.parametrize("what", ["open_record", "namespace_id", "subprocess.Popen"])
 def test_what_fails_is_said_and_ends_nothing(
     started: Started, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], what: str
 ) -> None:

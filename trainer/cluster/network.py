@@ -28,6 +28,17 @@ def host_id() -> str:
     return f"{socket.gethostname()} {machine_id()}"
 
 
+def namespace_id() -> str:
+    """Return what tells this host from others, and a container with processes of its own from its host.
+
+    A shell says the same by `NAMESPACE`.
+    """
+    return f"{socket.gethostname()}-{machine_id()}-{Path('/proc/self/ns/pid').readlink()}"
+
+
+NAMESPACE = "$(uname -n)-$(cat /proc/sys/kernel/random/boot_id)-$(readlink /proc/self/ns/pid)"
+
+
 def address_toward(host_ids: Sequence[str]) -> str:
     """Return this host's address on the network that leads to the other hosts; the loopback address without others.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cluster.environment import HANG_TIMEOUT
-from trainer.cluster.network import host_id
+from trainer.cluster.network import namespace_id
 from trainer.cluster.output import warn
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
@@ -38,7 +38,7 @@ class Entry:
     given_s: float | None
     """The longest time without progress; rank 0's holds for the job."""
     host: str = ""
-    """Its host's id and its namespace of processes: a container that has one of its own is another host."""
+    """Its host's id, by `namespace_id`."""
     record: str = ""
     """Where its host's watcher finds its heartbeat; "" where it cannot be watched."""
 
@@ -76,8 +76,7 @@ def describe(world: World, given_s: float | None) -> Entry | None:
         return None
     try:
         record = open_record(world.rank)
-        host = f"{host_id()} {Path('/proc/self/ns/pid').readlink()}"
-        return None if record is None else Entry(given_s, host, str(record))
+        return None if record is None else Entry(given_s, namespace_id(), str(record))
     except Exception as error:
         warn(f"hangs are not watched for on rank {world.rank}: {type(error).__name__}: {error}")
         return Entry(given_s)
@@ -99,7 +98,7 @@ def start(world: World, entries: Sequence[Entry | None], recorder: Recorder | No
         if here.record and recorder is not None:
             follow(recorder, is_root=world.is_root)
         if here.record and min(records) == world.rank:
-            settings = {"host": here.host.split()[0], "size": len(known), "given_s": given_s, "records": records}
+            settings = {"host": socket.gethostname(), "size": len(known), "given_s": given_s, "records": records}
             _launch({**settings, "start_s": start_limit_s(given_s), "script": Path(sys.argv[0]).stem or "run"})
     except Exception as error:
         warn(f"hangs are not watched for on {socket.gethostname()}: {type(error).__name__}: {error}")

@@ -69,8 +69,12 @@ class Running:
         """Start the job, wait for its end, end what is left, and judge it; return what all hosts have answered."""
         attempt = self._attempt
         try:
-            self._processes = launch(self._options, attempt.hosts, self._job)
-            self._watch()
+            made = on_all_hosts(attempt.hosts, self._job, "make")
+            attempt.full = " ".join(f"{answer.host}: {answer.full}" for answer in made if answer.full)
+            attempt.lost = {answer.host: answer.problem for answer in made if answer.problem}
+            if not attempt.lost:
+                self._processes = launch(self._options, attempt.hosts, self._job)
+                self._watch()
             attempt.detected_at = attempt.detected_at or time.monotonic()
             self._end()
         finally:
@@ -220,7 +224,7 @@ class Running:
                     gone.add(heartbeat.rank)
         attempt.progress_at = progress_at
         attempt.was_interrupted = self._signals.interrupted_by is not None
-        attempt.lost = {answer.host: answer.problem for answer in answers if answer.problem}
+        attempt.lost |= {answer.host: answer.problem for answer in answers if answer.problem}
         attempt.verdict = compare({answer.host: answer.verdict for answer in answers})
         # A rank that has said why it ends may have been seen first, because those that are left take their time.
         seen = [number for number in attempt.dead if not attempt.ranks[number].has_ended]

@@ -63,7 +63,9 @@ class Attempt:
     verdict: JobVerdict | None = None
     """What the watch has found out about the job."""
     lost: dict[str, str] = field(default_factory=dict)
-    """Hosts that did not answer afterwards, and why."""
+    """Hosts that did not answer, or cannot take the job, and why."""
+    full: str = ""
+    """Hosts whose folders for temporary files take nothing, without which Open MPI does not start."""
     idle_s: float | None = None
     """Seconds without progress, if the attempt was ended because of them."""
     is_preempted: bool = False
@@ -105,6 +107,8 @@ class Attempt:
 def judge(attempt: Attempt) -> Judgement:
     """Return how an attempt has ended."""
     judgement = _judge(attempt)
+    if attempt.full and judgement.code is None and attempt.updates is None:
+        judgement = replace(judgement, text=f"{judgement.text}; {attempt.full}")
     if not attempt.is_preempted or judgement.code is not None:
         return judgement
     if judgement.verdict == "preempted" or attempt.updates is None:  # else something would be lost
