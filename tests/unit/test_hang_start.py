@@ -6,11 +6,14 @@ import json
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.distributed.harness import wait_until
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
 from trainer.watch import heartbeat
@@ -31,9 +34,12 @@ def world(rank: int) -> World:
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     """The commands of the watchers that are started, and their options."""
     seen = Started()
-    monkeypatch.setattr(
-        "trainer.watch.start.subprocess.Popen", lambda command, **options: seen.append((command, options))
-    )
+
+    def start(command: Any, **options: Any) -> SimpleNamespace:
+        seen.append((command, options))
+        return SimpleNamespace(wait=partial((-9, 0).__getitem__, len(seen) > 1))  # the first is killed
+
+    monkeypatch.setattr("trainer.watch.start.subprocess.Popen", start)
     yield seen
     heartbeat._forget()
 
@@ -52,7 +58,9 @@ def test_the_first_rank_of_a_host_that_can_be_watched_starts_a_watcher(started: 
         hang.start(world(rank), entries, None)
     assert started == []
     hang.start(world(2), entries, None)
-    ((command, options),) = started
+    wait_until(lambda: len(started) == 2, 5.0, lambda: "a watcher that was killed is not started again")
+    (command, options), again = started
+    assert again == (command, options)
     assert command[-3:-1] == ["-m", "trainer.ops.watcher"]
     settings = json.loads(command[-1])
     assert (settings["host"], settings["size"]) == (socket.gethostname(), 4)

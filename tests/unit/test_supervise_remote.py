@@ -54,6 +54,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started = []
 
     def start(job: str) -> subprocess.Popen[bytes]:
+        on_all_hosts([HERE], job, "make")
         environment = {**os.environ, "TRAINER_JOB": job, "TMPDIR": str(tmp_path)}
         process = subprocess.Popen([sys.executable, "-c", RANK], env=environment, stdout=subprocess.PIPE)
         started.append(process)

@@ -57,7 +57,6 @@ class PeriodicCheck:
         self._strategy = strategy
         self.due_after: float = 0 if strategy.world.size > 1 else math.inf
         """The next comparison comes after the first backward pass whose number is above this."""
-        self._passes = 0
         self._has_warned = False
 
     def compare(
@@ -80,12 +79,11 @@ class PeriodicCheck:
             TrainerError: a rank has drawn other batches than another, or has other weights.
             ConfigError: a rank's optimizer has another learning rate or other settings.
         """
-        self._passes = passes
         self.due_after = min(max(2 * self.due_after, 1), self.due_after + _AT_LEAST_EVERY)
         facts_here = (socket.gethostname(), position, set(optimizers), set(models))
         by_rank = self._strategy.all_gather_object(facts_here)
         hosts, positions, held_optimizers, held_models = zip(*by_rank, strict=True)
-        self._compare_positions(hosts, positions)
+        _check_positions(passes, hosts, positions)
         facts: dict[str, object] = {}
         for index, number in enumerate(sorted(set.intersection(*held_optimizers))):
             for name, value in describe_optimizer(optimizers[number]).items():
@@ -95,17 +93,6 @@ class PeriodicCheck:
         _check_bits(self._strategy, _weights_of(compared), f"at backward pass {passes}")
         if compared and not self._has_warned:
             self._compare_buffers(compared)
-
-    def _compare_positions(self, hosts: Sequence[str], positions: Sequence[tuple[int, int, int] | None]) -> None:
-        if (ranks := _differing_ranks(positions)) is None:
-            return
-        names = _names(ranks, positions, hosts)
-        where = [f"{name} {_describe_position(positions[rank])}" for name, rank in zip(names, ranks, strict=True)]
-        raise TrainerError(
-            f"ranks have drawn different batches for {self._passes} backward passes: {', '.join(where)}; one has "
-            "skipped the backward pass of a batch (`continue`), or has begun a loader by itself. All ranks have to "
-            "skip a batch together: ask run.all_reduce whether any does"
-        )
 
     def _compare_buffers(self, models: Sequence[nn.Module]) -> None:
         """Warn once of a buffer that depends on each rank's samples, such as a codebook or a queue of features.
@@ -126,6 +113,18 @@ class PeriodicCheck:
                 if self._strategy.world.is_root:
                     print_line(_DIFFERING_BUFFER.format(kind[0], *ranks), sys.stderr)
                 return
+
+
+def _check_positions(passes: int, hosts: Sequence[str], positions: Sequence[tuple[int, int, int] | None]) -> None:
+    if (ranks := _differing_ranks(positions)) is None:
+        return
+    names = _names(ranks, positions, hosts)
+    where = [f"{name} {_describe_position(positions[rank])}" for name, rank in zip(names, ranks, strict=True)]
+    raise TrainerError(
+        f"ranks have drawn different batches for {passes} backward passes: {', '.join(where)}; one has "
+        "skipped the backward pass of a batch (`continue`), or has begun a loader by itself. All ranks have to "
+        "skip a batch together: ask run.all_reduce whether any does"
+    )
 
 
 def check_states(

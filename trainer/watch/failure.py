@@ -95,8 +95,7 @@ def _await_signals(error: BaseException) -> BaseException:
     except Exception as raised:
         raised.__context__ = error
         error = raised
-    with suppress(ValueError):  # of a thread, in which no handler runs
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else it would end this hook
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else its handler would end this hook
     return error
 
 

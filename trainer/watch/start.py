@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,6 @@ _START_S = 1800.0
 """The limit until the first step: rank 0 may prepare the data, and the model is broadcast."""
 _WATCHER = "trainer.ops.watcher"
 """The module that a watcher runs: a program, which the library does not import."""
-_held: list[Any] = []  # the watcher, for as long as this process runs
 
 
 @dataclass(frozen=True)
@@ -99,19 +99,27 @@ def start(world: World, entries: Sequence[Entry | None], recorder: Recorder | No
             follow(recorder, is_root=world.is_root)
         if here.record and min(records) == world.rank:
             settings = {"host": socket.gethostname(), "size": len(known), "given_s": given_s, "records": records}
-            _launch({**settings, "start_s": start_limit_s(given_s), "script": Path(sys.argv[0]).stem or "run"})
+            settings |= {"start_s": start_limit_s(given_s), "script": Path(sys.argv[0]).stem or "run"}
+            threading.Thread(target=_keep, args=(_launch(settings), settings), daemon=True).start()
     except Exception as error:
         warn(f"hangs are not watched for on {socket.gethostname()}: {type(error).__name__}: {error}")
 
 
-def _launch(settings: dict[str, Any]) -> None:
+def _keep(watcher: subprocess.Popen[bytes], settings: dict[str, Any]) -> None:
+    """Start another watcher where one was killed: else nobody would notice that the watch has gone."""
+    while watcher.wait() < 0:
+        threading.Event().wait(1.0)  # by then a job that is being killed is gone
+        warn(f"the watcher on {socket.gethostname()} was killed; another one is started")
+        watcher = _launch(settings)
+
+
+def _launch(settings: dict[str, Any]) -> subprocess.Popen[bytes]:
     library = str(Path(__file__).resolve().parent.parent.parent)
     paths = filter(None, [library, os.environ.get("PYTHONPATH", "")])
-    watcher = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-P", "-S", "-m", _WATCHER, json.dumps(settings)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # because Ctrl-C and Ctrl-Z are for the ranks
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
-    _held.append(watcher)

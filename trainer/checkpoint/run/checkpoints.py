@@ -316,17 +316,13 @@ class Checkpoints(Observer):
         Raises:
             TrainerError: a rank has other weights, or another state of an optimizer.
         """
-        prepared = self._contents.prepared
-        if self._strategy.shards or self._world.size == 1:
-            return
-        if not all(synchronizer.weights_are_equal for synchronizer in prepared.synchronizers):
-            return
-        optimizers = {known.number: optimizer for optimizer, known in prepared.optimizers.items()}
-        try:
-            check_states(self._strategy, prepared.numbered_models, optimizers, f"after update {self.updates}")
-        except TrainerError as error:
+        prepared, strategy = self._contents.prepared, self._strategy
+        equal = all(synchronizer.weights_are_equal for synchronizer in prepared.synchronizers)
+        if equal and self._world.size > 1 and not strategy.shards:
+            optimizers = {known.number: optimizer for optimizer, known in prepared.optimizers.items()}
             agreed = self.newest_path.name if self.newest_path else "none"
-            raise TrainerError(f"{error}; the last checkpoint on which all ranks agreed: {agreed}") from None
+            when = f"after update {self.updates} (the last checkpoint on which all ranks agreed: {agreed})"
+            check_states(strategy, prepared.numbered_models, optimizers, when)
 
     def _save_now(self) -> str:
         """Save, and wait until it is written; return what failed on any rank, or "". Collective."""

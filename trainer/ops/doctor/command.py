@@ -50,7 +50,7 @@ def examine(options: argparse.Namespace) -> int:
     began = time.monotonic()
     if not 5 <= options.timeout_s <= 100:
         raise ConfigError(f"--timeout is {options.timeout_s:g}; valid is 5 to 100")
-    hosts = parse_hosts(options.hosts) if options.hosts else (Host("localhost", 1),)
+    hosts = parse_hosts(options.hosts) if options.hosts is not None else (Host("localhost", 1),)
     script = script_of(to_command(options.command))
     try:
         facts = look(hosts, script, options.timeout_s, with_gpus=options.with_gpus)

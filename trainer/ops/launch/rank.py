@@ -40,8 +40,7 @@ def main() -> None:
             text = f"trainer.launch cannot send back the result of rank {launch.rank}: {error}"
             raise TrainerError(text) from None
     except Exception as error:
-        follows = is_lost_peer(error) and launch.size > 1
-        _write(folder, launch, _pickle_error(cause_of(error)), _trace(error), follows)
+        _write(folder, launch, _pickle_error(error), _trace(error), is_lost_peer(error) and launch.size > 1)
         raise
     _write(folder, launch, result)
 
@@ -59,9 +58,9 @@ def _call(file: Path) -> Any:
         return None
 
 
-def _pickle_error(error: BaseException) -> bytes:
+def _pickle_error(error: Exception) -> bytes:
     try:
-        return dumps(error)
+        return dumps(cause_of(error))
     except Exception:  # it holds what cannot be sent; its traceback says enough
         return b""
 

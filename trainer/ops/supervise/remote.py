@@ -36,12 +36,11 @@ name=trainer-$(id -u)-$job-{NAMESPACE}
 is_ours() {{ [ -O "$1" ] && [ ! -L "$1" ]; }}
 if [ "$action" = make ]; then
     for folder in "$@"; do
-        path=$folder/$name
-        is_ours "$path" || why=$(mkdir -m 700 "$path" 2>&1 &&
-            {{ head -c 4096 /dev/zero 2>&1 > "$path/room" || ! rm -rf "$path"; }})
-        is_ours "$path" && echo trainer-host && echo "$full" && exit
+        to=$folder/$name
+        is_ours "$to" || why=$(mkdir -m700 "$to" 2>&1 && {{ head -c4096 /dev/zero 2>&1 >"$to/room" || ! rm -r "$to"; }})
+        is_ours "$to" && echo trainer-host && echo "$full" && exit
         full="${{full:+$full; }}$folder: ${{why##*: }}"
-        [ ! -e "$path" ] || break
+        [ ! -e "$to" ] || break
     done
     echo "the job's folder cannot be made: $full" >&2
     exit 1
