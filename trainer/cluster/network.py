@@ -31,12 +31,9 @@ def host_id() -> str:
 def namespace_id() -> str:
     """Return what tells this host from others, and a container with processes of its own from its host.
 
-    A shell says the same by `NAMESPACE`.
+    The script of `trainer run` says the same in its own words.
     """
     return f"{socket.gethostname()}-{machine_id()}-{Path('/proc/self/ns/pid').readlink()}"
-
-
-NAMESPACE = "$(uname -n)-$(cat /proc/sys/kernel/random/boot_id)-$(readlink /proc/self/ns/pid)"
 
 
 def address_toward(host_ids: Sequence[str]) -> str:

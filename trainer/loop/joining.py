@@ -12,6 +12,7 @@ from threading import TIMEOUT_MAX, Timer
 
 import torch
 
+from trainer.cluster.environment import user_set
 from trainer.cluster.forks import wait_for_threads_before_forks
 from trainer.cluster.gpus import SHARING_HINT, describe_sharing, gpu_id, sharing_is_on
 from trainer.cluster.network import machine_id
@@ -72,7 +73,7 @@ def _world_to_join(strategy: str, config: RunConfig) -> World:
     if world.size > 1:
         write_whole_lines()
     report_join(world.rank)
-    if world.launcher == "torchrun":  # the other launchers' ranks end with them by themselves
+    if user_set("TORCHELASTIC_RUN_ID"):  # by torchrun; the other launchers' ranks end with them by themselves
         end_with_parent(signal.SIGKILL)
     world = _with_usable_device(strategy, world, config)
     if world.device.type == "cuda":

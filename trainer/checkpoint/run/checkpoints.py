@@ -320,7 +320,7 @@ class Checkpoints(Observer):
         equal = all(synchronizer.weights_are_equal for synchronizer in prepared.synchronizers)
         if equal and self._world.size > 1 and not strategy.shards:
             optimizers = {known.number: optimizer for optimizer, known in prepared.optimizers.items()}
-            agreed = self.newest_path.name if self.newest_path else "none"
+            agreed = f"that of update {self._saved[1]}" if self._saved else "none"
             when = f"after update {self.updates} (the last checkpoint on which all ranks agreed: {agreed})"
             check_states(strategy, prepared.numbered_models, optimizers, when)
 

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.cluster.network import NAMESPACE
 from trainer.ops.supervise.hosts import Host
 from trainer.watch.heartbeat import SIZE, Heartbeat
 from trainer.watch.job_folder import JOB, SIGTERM, VERDICT, JobVerdict, parse_verdict
@@ -32,7 +31,7 @@ TIMEOUT_S = 10.0
 SCRIPT = f"""
 job=$1 action=$2
 shift 2
-name=trainer-$(id -u)-$job-{NAMESPACE}
+name=trainer-$(id -u)-$job-$(uname -n)-$(cat /proc/sys/kernel/random/boot_id)-$(readlink /proc/self/ns/pid)
 is_ours() {{ [ -O "$1" ] && [ ! -L "$1" ]; }}
 if [ "$action" = make ]; then
     for folder in "$@"; do
