@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainer import Checkpoints, ConfigError, InMemory, init
+from trainer import Checkpoints, ConfigError, InMemory, TrainerError, init
 from trainer.checkpoint.disk.committed import find
 from trainer.strategies.base import Strategy
 
@@ -184,3 +184,27 @@ def check_a_damaged_checkpoint_is_passed_over(strategy: Strategy) -> None:
         strategy.barrier()
         assert newest not in find(folder)
         assert older in find(folder)
+
+
+def check_no_checkpoint_is_made_of_ranks_that_differ(strategy: Strategy) -> None:
+    """A bit flips in what the last rank's optimizer keeps: its weights differ after the next update only."""
+    last = strategy.world.size - 1
+    if last == 0 or strategy.shards:
+        return
+    with shared_folder(strategy) as folder:
+        training = Training(strategy)
+        checkpoints = training.checkpoints(folder, every_updates=1)
+
+        def flip() -> None:
+            if strategy.world.rank == last:
+                kept = training.optimizer.state[next(training.model.parameters())]["exp_avg"]
+                kept.view(torch.int64)[1, 2] ^= 1 << 40
+
+        said = (
+            rf"weights of rank {last} on host .* first in exp_avg .*, after update 3 \(.* agreed: that of update 2\):"
+        )
+        with pytest.raises(TrainerError, match=said):
+            training.train(3, flip)
+        checkpoints.close()
+        strategy.barrier()
+        assert find(folder)[0].name == "attempt-0001-epoch-0000-update-00000002"

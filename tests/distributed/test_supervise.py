@@ -105,6 +105,17 @@ def test_a_job_that_loses_its_launcher_goes_on(supervised: Supervised) -> None:
     assert "in start 2" in ended.output
 
 
+def test_ranks_end_where_their_launcher_is_killed_and_trainer_run_too(supervised: Supervised) -> None:
+    """torchrun's: the other launchers' end by themselves."""
+    process = supervised.start("-np", "2", "--torchrun", *command("none", "--updates", "9999"))
+    supervised.wait_for(supervised.has_saved)
+    (launcher,) = psutil.Process(process.pid).children()
+    for each in (psutil.Process(process.pid), launcher):
+        each.kill()
+    process.wait()
+    wait_until(lambda: not processes_of(str(supervised.folder)), 5.0, lambda: "ranks go on without their launcher")
+
+
 def test_a_users_mistake_is_not_tried_again(supervised: Supervised) -> None:
     ended = supervised.run("-np", "2", "--mpi", *command("mistake", "--rank", "0"))
     assert ended.code == 78, ended.output

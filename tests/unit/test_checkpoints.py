@@ -145,6 +145,17 @@ def test_a_signal_waits_for_the_step_of_gradients_that_are_accumulated_by_hand(t
     assert [taken for _, _, taken in saved(tmp_path)] == [[20]]
 
 
+def test_a_signal_on_a_full_disk_ends_the_training_as_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, model, optimizer, checkpoints = start(tmp_path, every_updates=100)
+    full(monkeypatch)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(TrainerError, match="No space left on device; SIGTERM ends the job without its latest updates"):
+        train(run, model, optimizer)
+    assert not checkpoints._is_saved()
+
+
 def test_epochs_that_are_not_counted_are_refused(tmp_path: Path) -> None:
     run, model, optimizer, _ = start(tmp_path)
     loader = run.loader(numbered(6), 2)

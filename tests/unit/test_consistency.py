@@ -22,6 +22,7 @@ from trainer.loop.consistency import (
     _digest,
     check_consistency,
     check_devices,
+    check_states,
     describe_model,
     warn_of_other_data,
 )
@@ -260,8 +261,36 @@ def test_the_rank_whose_weights_differ_is_named(ranks: int, odd: int, named: int
             weights["second"].data.add_(1e-6)
         when_due(check, None, [], [weights])
 
-    expected = f"the weights of rank {named} on host a are not those of rank {same}, first in second, at"
+    # Of two ranks nobody can say whose are wrong: then both are named with their hosts.
+    usual = f"rank {same} on host a" if ranks == 2 else f"rank {same}"
+    expected = f"the weights of rank {named} on host a are not those of {usual}, first in second, at"
     assert expected in one_error(compare(ranks, job), TrainerError)
+
+
+@pytest.mark.parametrize("kept", ["momentum_buffer", "worst"])
+def test_what_pytorchs_optimizers_keep_is_compared_before_a_checkpoint(kept: str) -> None:
+    """Other optimizers keep what is each rank's own, too."""
+
+    class Others(SGD):
+        pass
+
+    def job(rank: int, strategy: Strategy) -> str:
+        model = nn.Linear(1, 1, bias=False).requires_grad_(False)
+        model.weight.fill_(1.0)
+        kind = SGD if kept == "momentum_buffer" else Others
+        optimizer = kind(model.parameters(), lr=0.1)
+        optimizer.state[model.weight] = {kept: torch.full((1, 1), float(rank == 2))}
+        try:
+            check_states(strategy, {0: model}, {1: optimizer}, "after update 5")
+        except TrainerError as error:
+            return str(error)
+        return ""
+
+    (said,) = set(Threads(3).run(job))
+    expected = (
+        "rank 2 on host a are not those of rank 0, first in momentum_buffer of the optimizer's parameter 0, after"
+    )
+    assert (expected in said) if kept == "momentum_buffer" else not said
 
 
 def test_weights_that_are_each_ranks_own_are_not_compared() -> None:

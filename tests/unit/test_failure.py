@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -171,11 +172,68 @@ def ending(monkeypatch: pytest.MonkeyPatch) -> Ending:
     return Ending(monkeypatch)
 
 
-FIRST, PEER = failure._LET_RANK_0_PRINT_FIRST_S, failure._LET_PEER_PRINT_FIRST_S
 LOST = "rank 1 on host node7: lost another rank, and with it the job"
 GLOO = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5"
 RESET = ConnectionResetError("Connection reset by peer")
-HOROVOD = type("HorovodInternalError", (RuntimeError,), {})("Horovod has been shut down.")
+
+
+class HorovodInternalError(RuntimeError):
+    """As Horovod's."""
+
+
+HOROVOD = HorovodInternalError("Horovod has been shut down.")
+
+
+def chained(error: BaseException, other: BaseException, *, is_cause: bool = False) -> BaseException:
+    """Return an error that was raised while another one was handled, with a traceback as it comes."""
+    try:
+        try:
+            raise error
+        except type(error):
+            raise other from (error if is_cause else None)
+    except type(other) as caught:
+        caught.__suppress_context__ = is_cause
+        return caught
+
+
+KILLED = "DataLoader worker (pid 7) is killed by signal: Killed."
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_lost"),
+    [
+        # A signal's handler, in the midst of a wait of Horovod's, or anywhere.
+        (RuntimeError(KILLED), HorovodInternalError(KILLED), False),
+        # What is raised because a rank is lost: on purpose, or as its error is handled.
+        (HorovodInternalError("shut down"), RuntimeError("no epoch 3"), True),
+        (RuntimeError(GLOO), OSError("disk full"), True),
+        (KeyError("x"), HorovodInternalError("shut down"), True),
+        (KeyError("x"), ValueError("y"), False),
+    ],
+)
+def test_a_lost_rank_is_told_by_the_chain_of_errors(first: Exception, second: Exception, is_lost: bool) -> None:
+    assert failure.is_lost_peer(chained(first, second)) == is_lost
+    assert failure.is_lost_peer(chained(first, second, is_cause=True)) == is_lost
+
+
+def test_an_error_of_a_signals_handler_is_the_one_that_is_told(
+    ending: Ending, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A loader's, which comes a moment after its worker was killed and has let go of its connections."""
+
+    def tell(number: int, frame: object) -> None:
+        raise RuntimeError(KILLED)
+
+    earlier = signal.signal(signal.SIGCHLD, tell)
+    subprocess.Popen(["sleep", "0.01"])
+    try:
+        assert ending.of(RESET, rank=1) == 1
+    finally:
+        signal.signal(signal.SIGCHLD, earlier)
+    assert capfd.readouterr().err.splitlines()[-1] == f"trainer: rank 1 on host node7: RuntimeError: {KILLED}"
+
+
+FIRST, PEER = failure._LET_RANK_0_PRINT_FIRST_S, failure._LET_PEER_PRINT_FIRST_S
 
 
 @pytest.mark.parametrize(

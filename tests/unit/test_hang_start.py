@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.distributed.harness import wait_until
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
 from trainer.watch import heartbeat
@@ -30,9 +34,12 @@ def world(rank: int) -> World:
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     """The commands of the watchers that are started, and their options."""
     seen = Started()
-    monkeypatch.setattr(
-        "trainer.watch.start.subprocess.Popen", lambda command, **options: seen.append((command, options))
-    )
+
+    def start(command: Any, **options: Any) -> SimpleNamespace:
+        seen.append((command, options))
+        return SimpleNamespace(wait=partial((-9, 0).__getitem__, len(seen) > 1))  # the first is killed
+
+    monkeypatch.setattr("trainer.watch.start.subprocess.Popen", start)
     yield seen
     heartbeat._forget()
 
@@ -45,16 +52,18 @@ def described(given_s: float | None = None) -> Entry:
 
 def test_the_first_rank_of_a_host_that_can_be_watched_starts_a_watcher(started: Started) -> None:
     here = described()
-    assert here.host.endswith(f" {Path('/proc/self/ns/pid').readlink()}")
+    assert here.host.endswith(f"-{Path('/proc/self/ns/pid').readlink()}")
     entries = [OTHER, Entry(None), here, here]
     for rank in (1, 3):
         hang.start(world(rank), entries, None)
     assert started == []
     hang.start(world(2), entries, None)
-    ((command, options),) = started
+    wait_until(lambda: len(started) == 2, 5.0, lambda: "a watcher that was killed is not started again")
+    (command, options), again = started
+    assert again == (command, options)
     assert command[-3:-1] == ["-m", "trainer.ops.watcher"]
     settings = json.loads(command[-1])
-    assert (settings["host"], settings["size"]) == (here.host.split()[0], 4)
+    assert (settings["host"], settings["size"]) == (socket.gethostname(), 4)
     assert settings["records"] == {"2": here.record, "3": here.record}
     assert (settings["given_s"], settings["start_s"]) == (40.0, 1800.0), "rank 0's"
     assert options["start_new_session"] is True
@@ -89,7 +98,7 @@ def test_what_is_no_number_of_seconds_is_refused(text: str) -> None:
         hang_timeout_s(None, {"TRAINER_HANG_TIMEOUT": text})
 
 
-@pytest.mark.parametrize("what", ["open_record", "host_id", "subprocess.Popen"])
+@pytest.mark.parametrize("what", ["open_record", "namespace_id", "subprocess.Popen"])
 def test_what_fails_is_said_and_ends_nothing(
     started: Started, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], what: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -25,8 +26,10 @@ def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("trainer.watch.heartbeat.atexit.register", lambda _: None)
     monkeypatch.setenv("TRAINER_JOB", "abc")
+    folder = tmp_path / folder_name("abc", os.geteuid())
+    folder.mkdir(mode=0o700)  # as `trainer run` does
     heartbeat.report_join(1)
-    return tmp_path / folder_name("abc", os.geteuid()) / "rank-1"
+    return folder / "rank-1"
 
 
 def read(path: Path) -> Heartbeat:
@@ -39,7 +42,16 @@ def test_a_rank_says_who_it_is(file: Path) -> None:
     record = read(file)
     assert (record.pid, record.rank) == (os.getpid(), 1)
     assert (record.updates, record.first_update, record.phase, record.error) == (0, 0, "joining", "")
-    assert file.parent.stat().st_mode & 0o777 == 0o700
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_without_the_folder_of_who_has_started_it_a_rank_makes_no_record(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(file.parent)
+    monkeypatch.setattr(heartbeat, "_record", None)
+    heartbeat.report_join(1)
+    assert not file.parent.exists()
 
 
 def test_a_failure_keeps_the_phase_and_a_long_message_is_cut(file: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import signal
 import sys
@@ -14,7 +16,7 @@ import torch
 
 from tests.unit.contexts import make_context
 from trainer import EpochRecord, Evaluation, FitContext, TrainerConfig, TrainerError, UpdateRecord, World
-from trainer.report.run_record import RunRecord
+from trainer.report.run_record import RunFolder, RunRecord
 
 FILES = ["epochs.jsonl", "settings.json", "steps.jsonl"]
 
@@ -113,6 +115,21 @@ def test_a_disk_that_fills_up_costs_lines_of_the_record_and_one_warning(
     assert [json.loads(line)["step"] for line in lines] == [*range(1, 31), 33]
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line]
     assert f"the run's record in {tmp_path} cannot be written: No space left on device; the training goes on" in line
+
+
+def test_a_full_disk_keeps_no_run_from_going_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def made() -> RunFolder:
+        return RunFolder(World(), lambda value: value, tmp_path, {"checkpoints": "saved"})
+
+    made()
+    monkeypatch.setattr("trainer.report.run_record._append", refuse)
+    assert made().path == tmp_path
+    assert f"the run's record in {tmp_path} cannot be written: No space left on device" in capfd.readouterr().err
 
 
 def test_auto_makes_a_folder_named_like_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

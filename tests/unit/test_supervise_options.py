@@ -99,6 +99,12 @@ def test_a_mistyped_command_leaves_no_folder(tmp_path: Path, monkeypatch: pytest
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("words", [["run", "-np", "1", "-H", "", "x"], ["doctor", "-H", ""]])
+def test_no_hosts_at_all_are_not_this_one(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert "-H has ''; valid is HOST:SLOTS" in capsys.readouterr().err
+
+
 def test_a_file_of_options_is_split_as_by_a_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "options.txt"
     file.write_text("-H a:2,b:2 --gloo  # two hosts\n--name 'my job'\n")

@@ -10,7 +10,7 @@ import pytest
 
 from trainer.ops.supervise.attempt import find_dead
 from trainer.ops.supervise.hosts import Host
-from trainer.ops.supervise.outcome import Attempt, Judgement, judge
+from trainer.ops.supervise.outcome import OURS, Attempt, Judgement, judge
 from trainer.watch.heartbeat import LOST_PEER, MISTAKE, Heartbeat
 from trainer.watch.job_folder import DIFFERENT, HANG, JobVerdict
 
@@ -24,6 +24,10 @@ def rank(number: int, **reported: Any) -> Heartbeat:
     return Heartbeat(pid=100 + number, rank=number, **values)
 
 
+def told(number: int, message: str) -> Heartbeat:
+    return rank(number, error="TrainerError", message=message)
+
+
 def judged(*ranks: Heartbeat, **seen: Any) -> Judgement:
     by_number = {heartbeat.rank: heartbeat for heartbeat in ranks}
     return judge(Attempt(hosts=HOSTS, ranks=by_number, host_of={number: "abc"[number] for number in by_number}, **seen))
@@ -33,6 +37,7 @@ R0, R1, LOST0, SAVED0 = rank(0), rank(1), rank(0, error=LOST_PEER), rank(0, phas
 DONE0, DONE1 = rank(0, phase="done"), rank(1, phase="done")
 OUT0, OUT1 = (rank(number, error="MemoryError") for number in (0, 1))
 KEY0 = rank(0, error="KeyError", message="'x'\nmore", updates=0, first_update=0)
+ODD, TIE = (f"the weights of rank 1 on host b are not those of rank 0{host}, first in w" for host in ("", " on host a"))
 WRONG1 = rank(1, error=MISTAKE, message="lr is 0")
 FAILS = {"codes": [1]}
 DIES = {"codes": [137], "dead": [1]}
@@ -51,7 +56,10 @@ def hang(*culprits: int) -> dict[str, Any]:
         # What was asked for, and mistakes, are not started again.
         ([DONE0], {"codes": [0]}, "done", 0, "", "done"),
         ([R0], {"codes": [0], "is_preempted": True}, "done", 0, "", "done"),
-        ([R0], {"codes": [1], "is_preempted": True}, "preempted", 75, "", "preempted"),
+        # The ranks have saved, or had nothing to save: else the code is another one.
+        ([SAVED0], {"codes": [1], "is_preempted": True}, "preempted", 75, "", "preempted"),
+        ([rank(0, first_update=0)], {"codes": [1], "is_preempted": True}, "preempted", 75, "", "preempted"),
+        ([R0], {"codes": [1], "is_preempted": True}, "failed", 1, "", f"preempted, and not saved: {ENDS} 1{ADVICE}"),
         ([R0], {"codes": [1], "was_interrupted": True}, "interrupted", 1, "", "interrupted"),
         ([R0, WRONG1], FAILS, "mistake", 78, "", "rank 1 on b: lr is 0"),
         *(([], {"codes": [code]}, "mistake", code, "", f"{ENDS} {code}") for code in (2, 78, 126, 127)),
@@ -68,13 +76,23 @@ def hang(*culprits: int) -> dict[str, Any]:
             "rank 1 on b failed in update 10: MemoryError",
         ),
         ([KEY0], FAILS, "failed", None, "a", "rank 0 on a failed before its first update: KeyError: 'x'"),
+        ([OUT0, OUT1], {"verdict": JobVerdict(DIFFERENT, "other")}, "failed", None, "", "rank 0 on a failed in update"),
+        # An error that all ranks raise is of the rank that it names; of two, nobody can say whose it is.
         (
-            [OUT0, OUT1],
-            {"verdict": JobVerdict(DIFFERENT, "other")},
+            [told(0, ODD), told(1, ODD)],
+            FAILS,
             "failed",
             None,
-            "a",
-            "rank 0 on a failed in update",
+            "b",
+            f"rank 1 on b failed in update 10: TrainerError: {ODD}",
+        ),
+        (
+            [told(0, TIE), told(1, TIE), rank(2)],
+            FAILS,
+            "failed",
+            None,
+            "",
+            f"rank 0 on a and rank 1 on b failed in update 10: TrainerError: {TIE}",
         ),
         # Deaths, and the launcher's end.
         ([R0, R1], DIES, "failed", None, "b", SILENT),
@@ -91,6 +109,15 @@ def hang(*culprits: int) -> dict[str, Any]:
         ([], FAILS, "failed", None, "", f"{ENDS} 1, before a rank had joined{ADVICE}"),
         ([DONE0], {"codes": [0, 3], "dead": [0]}, "failed", None, "", f"{ENDS} 3{ADVICE}"),
         # Hangs.
+        ([], {"idle_s": 60.0}, "hung", None, "", f"no progress for 60 s: no rank has come to trainer.init{ADVICE}"),
+        (
+            [rank(0, phase="joining")],
+            {"idle_s": 9.0},
+            "hung",
+            None,
+            "",
+            f"no progress for 9 s: not all ranks have (not 1, 2) come to trainer.init{ADVICE}",
+        ),
         ([R0, rank(1, updates=8)], {"idle_s": 60.0}, "hung", None, "b", f"{IDLE} rank 1 on b (training), in update 9"),
         ([rank(0, reports=2), R1], {"idle_s": 60.0}, "hung", None, "b", f"{IDLE} rank 1 on b (training), in update 10"),
         ([R0, R1], {"idle_s": 60.0}, "hung", None, "", f"{IDLE} rank 0 on a (training), rank 1 on b "),
@@ -132,6 +159,12 @@ def test_a_rank_that_has_lost_another_one_is_not_the_cause(
             ranks = (*others, rank(guilty, **errors))
             told = judged(*ranks, codes=[1], dead=dead, left=[first], verdict=cause.get("verdict"))
             assert told.text == said.format(guilty, "abc"[guilty])
+
+
+def test_the_signal_that_ends_the_others_is_not_that_of_the_rank_that_died() -> None:
+    """As of a rank that has called os._exit(0), for which a launcher has no other code."""
+    died = "rank 1 on b died without a word in update 10"
+    assert [judged(R0, R1, codes=[128 + code], dead=[1]).text for code in (OURS, 11)] == [died, f"{died} (SIGSEGV)"]
 
 
 def test_on_one_host_nothing_between_hosts_is_to_be_looked_for() -> None:

@@ -44,7 +44,7 @@ def heartbeat(number: int, process: int, **reported: Any) -> Heartbeat:
         ({"progress_s": -150}, True),
         ({"progress_s": -50}, False),
         ({"progress_s": -150, "phase": "done"}, False),
-        (None, False),  # before a rank has joined
+        (None, True),  # before a rank has joined, since the launcher's start
     ],
 )
 def test_a_job_hangs_once_no_working_rank_has_reported_progress(

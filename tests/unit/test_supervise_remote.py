@@ -14,7 +14,7 @@ import pytest
 
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.remote import on_all_hosts
-from trainer.watch.job_folder import JobVerdict
+from trainer.watch.job_folder import JobVerdict, folder_name
 
 HERE, THERE = Host("localhost", 1), Host("elsewhere", 1)
 # Takes the place of ssh: the command runs on this machine.
@@ -54,6 +54,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started = []
 
     def start(job: str) -> subprocess.Popen[bytes]:
+        on_all_hosts([HERE], job, "make")
         environment = {**os.environ, "TRAINER_JOB": job, "TMPDIR": str(tmp_path)}
         process = subprocess.Popen([sys.executable, "-c", RANK], env=environment, stdout=subprocess.PIPE)
         started.append(process)
@@ -78,8 +79,39 @@ def test_a_job_s_processes_are_killed_and_its_files_read_and_removed(start: Star
     assert answer.verdict == JobVerdict("hang", "why", (1, 3))
     assert (answer.host, answer.problem, answer.processes) == (host.name, "", frozenset({rank.pid}))
     assert [(rank.rank, rank.updates) for rank in answer.ranks] == [(3, 12)]
-    assert [path.name for path in tmp_path.glob("trainer-*")] == [f"trainer-{os.geteuid()}-other"]
+    assert [path.name for path in tmp_path.glob("trainer-*")] == [folder_name("other", os.geteuid())]
     assert on_all_hosts([host], "one", "look")[0].ranks == ()
+
+
+@pytest.mark.parametrize("host", [HERE, THERE])
+def test_the_job_s_folder_is_made_under_the_name_that_its_ranks_know(host: Host, tmp_path: Path) -> None:
+    for _ in range(2):  # a host may have two names
+        (made,) = on_all_hosts([host], "one", "make")
+        assert (made.problem, made.full) == ("", "")
+    (folder,) = tmp_path.glob("trainer-*")
+    assert (folder.name, folder.stat().st_mode & 0o777) == (folder_name("one", os.geteuid()), 0o700)
+    on_all_hosts([host], "one", "kill")
+    assert not folder.exists()
+
+
+@pytest.mark.needs("root")
+def test_a_folder_of_another_user_s_and_one_without_room_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    monkeypatch.setenv("TMPDIR", str(full))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(full)], check=True)
+    try:
+        (full / "fill").write_bytes(bytes(4096))
+        (made,) = on_all_hosts([HERE], "one", "make")
+        assert (made.problem, made.full) == ("", f"{full}: No space left on device")
+    finally:
+        subprocess.run(["umount", str(full)], check=True)
+    os.chown(tmp_path / folder_name("one", os.geteuid()), 65534, -1)
+    monkeypatch.delenv("TMPDIR")
+    (made,) = on_all_hosts([HERE], "one", "make")
+    assert made.problem == f"the job's folder cannot be made: {tmp_path}: File exists"
 
 
 def test_sigterm_is_noted_of_a_rank_that_handles_none(start: Start) -> None:

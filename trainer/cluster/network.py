@@ -28,6 +28,14 @@ def host_id() -> str:
     return f"{socket.gethostname()} {machine_id()}"
 
 
+def namespace_id() -> str:
+    """Return what tells this host from others, and a container with processes of its own from its host.
+
+    The script of `trainer run` says the same in its own words.
+    """
+    return f"{socket.gethostname()}-{machine_id()}-{Path('/proc/self/ns/pid').readlink()}"
+
+
 def address_toward(host_ids: Sequence[str]) -> str:
     """Return this host's address on the network that leads to the other hosts; the loopback address without others.
 

@@ -1,7 +1,8 @@
-"""What /proc says of a process, see proc_pid_stat(5)."""
+"""What /proc says of a process, see proc_pid_stat(5), and what ends one."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 GONE = "X"
 """State of a process that is gone, or that is only an entry which its parent has not read yet."""
+_PR_SET_PDEATHSIG = 1
 _TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -20,6 +22,11 @@ class Process:
     """The kernel's letter."""
     cpu_s: float
     """Processor time that it has taken."""
+
+
+def end_with_parent(number: int) -> None:
+    """Have the kernel send this process a signal when the process that has started it ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def read_process(pid: int | str, thread: int | str = "") -> Process:

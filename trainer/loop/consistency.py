@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -81,7 +80,6 @@ class PeriodicCheck:
         self._strategy = strategy
         self.due_after: float = 0 if strategy.world.size > 1 else math.inf
         """The next comparison comes after the first backward pass whose number is above this."""
-        self._passes = 0
         self._has_warned = False
 
     def compare(
@@ -104,65 +102,32 @@ class PeriodicCheck:
             TrainerError: a rank has drawn other batches than another, or has other weights.
             ConfigError: a rank's optimizer has another learning rate or other settings.
         """
-        self._passes = passes
         self.due_after = min(max(2 * self.due_after, 1), self.due_after + _AT_LEAST_EVERY)
         facts_here = (socket.gethostname(), position, set(optimizers), set(models))
         by_rank = self._strategy.all_gather_object(facts_here)
         hosts, positions, held_optimizers, held_models = zip(*by_rank, strict=True)
-        self._compare_positions(hosts, positions)
+        _check_positions(passes, hosts, positions)
         facts: dict[str, object] = {}
         for index, number in enumerate(sorted(set.intersection(*held_optimizers))):
             for name, value in describe_optimizer(optimizers[number]).items():
                 facts[f"{name} (optimizer {index})" if index else name] = value
         check_consistency(self._strategy, facts)
-        self._compare_models(hosts, [models[number] for number in sorted(set.intersection(*held_models))])
+        compared = [models[number] for number in sorted(set.intersection(*held_models))]
+        _check_bits(self._strategy, _weights_of(compared), f"at backward pass {passes}")
+        if compared and not self._has_warned:
+            self._compare_buffers(compared)
 
-    def _compare_positions(self, hosts: Sequence[str], positions: Sequence[tuple[int, int, int] | None]) -> None:
-        if (ranks := _differing_ranks(positions)) is None:
-            return
-        other, same = ranks
-        raise TrainerError(
-            f"ranks have drawn different batches for {self._passes} backward passes: rank {other} on host "
-            f"{hosts[other]} {_describe_position(positions[other])}, rank {same} "
-            f"{_describe_position(positions[same])}; one has skipped the backward pass of a batch (`continue`), or "
-            "has begun a loader by itself. All ranks have to skip a batch together: ask run.all_reduce whether any does"
-        )
-
-    def _compare_models(self, hosts: Sequence[str], models: Sequence[nn.Module]) -> None:
-        if not models:
-            return
-        named = [(name, parameter) for model in models for name, parameter in model.named_parameters()]
-        hashes = _hashes([parameter for _, parameter in named])
-        buffers = dict(_buffers_to_compare(models)) if not self._has_warned else {}
-        kinds = [(name, tuple(buffer.shape)) for name, buffer in buffers.items()]
-        of_buffers = dict(zip(kinds, _hashes([*buffers.values()]), strict=True))
-        digests, digests_of_buffers = zip(
-            *self._strategy.all_gather_object((_digest(hashes), _digest(of_buffers))), strict=True
-        )
-        if (ranks := _differing_ranks(digests)) is not None:
-            self._raise_for_weights(hosts, [name for name, _ in named], hashes, *ranks)
-        if len(set(digests_of_buffers)) > 1:
-            self._warn_of_buffers(of_buffers)
-
-    def _raise_for_weights(
-        self, hosts: Sequence[str], names: Sequence[str], hashes: list[int], other: int, same: int
-    ) -> NoReturn:
-        by_rank = self._strategy.all_gather_object(hashes)
-        pairs = zip(names, by_rank[other], by_rank[same], strict=False)
-        differing = (name for name, theirs, usual in pairs if theirs != usual)
-        raise TrainerError(
-            f"the weights of rank {other} on host {hosts[other]} are not those of rank {same}, first in "
-            f"{next(differing, 'the number of parameters')}, at backward pass {self._passes}: load and change weights "
-            "on all ranks alike (noise from one seed, steps after run.backward, not in a gradient's hook), or before "
-            "run.prepare, which gives all ranks rank 0's; if none were, memory or a device is faulty"
-        )
-
-    def _warn_of_buffers(self, here: Mapping[tuple[str, tuple[int, ...]], int]) -> None:
+    def _compare_buffers(self, models: Sequence[nn.Module]) -> None:
         """Warn once of a buffer that depends on each rank's samples, such as a codebook or a queue of features.
 
         Running statistics, which many models have, are left out: they are broadcast before an evaluation. So are
         buffers that some ranks have alone, or in another shape.
         """
+        buffers = dict(_buffers_to_compare(models))
+        kinds = [(name, tuple(buffer.shape)) for name, buffer in buffers.items()]
+        here = dict(zip(kinds, _hashes([*buffers.values()]), strict=True))
+        if len(set(self._strategy.all_gather_object(_digest(here)))) == 1:
+            return
         by_rank = self._strategy.all_gather_object(here)
         for kind in here:
             hashes = [theirs.get(kind) for theirs in by_rank]
@@ -171,6 +136,65 @@ class PeriodicCheck:
                 if self._strategy.world.is_root:
                     print_line(_DIFFERING_BUFFER.format(kind[0], *ranks), sys.stderr)
                 return
+
+
+def _check_positions(passes: int, hosts: Sequence[str], positions: Sequence[tuple[int, int, int] | None]) -> None:
+    if (ranks := _differing_ranks(positions)) is None:
+        return
+    names = _names(ranks, positions, hosts)
+    where = [f"{name} {_describe_position(positions[rank])}" for name, rank in zip(names, ranks, strict=True)]
+    raise TrainerError(
+        f"ranks have drawn different batches for {passes} backward passes: {', '.join(where)}; one has "
+        "skipped the backward pass of a batch (`continue`), or has begun a loader by itself. All ranks have to "
+        "skip a batch together: ask run.all_reduce whether any does"
+    )
+
+
+def check_states(
+    strategy: Strategy, models: Mapping[int, nn.Module], optimizers: Mapping[int, Optimizer], when: str
+) -> None:
+    """Compare the ranks' weights, and what PyTorch's own optimizers keep for them. Collective.
+
+    Optimizers of others may keep what is each rank's own, such as the step to a neighbourhood's worst point.
+
+    Args:
+        models: by numbers that are the same on all ranks; those that not every rank holds are left out.
+        optimizers: likewise.
+        when: the moment, for the message.
+
+    Raises:
+        TrainerError: a rank has other weights, or another state of an optimizer.
+    """
+    held = set.intersection(*strategy.all_gather_object({*models, *optimizers}))
+    named = _weights_of([models[number] for number in sorted(held & {*models})])
+    for number in sorted(held & {*optimizers}):
+        if type(optimizers[number]).__module__.startswith("torch.optim."):
+            parameters = [each for group in optimizers[number].param_groups for each in group["params"]]
+            for index, parameter in enumerate(parameters):
+                for name, value in optimizers[number].state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        named.append((f"{name} of the optimizer's parameter {index}", value))
+    _check_bits(strategy, named, when)
+
+
+def _weights_of(models: Iterable[nn.Module]) -> list[tuple[str, Tensor]]:
+    return [(name, parameter) for model in models for name, parameter in model.named_parameters()]
+
+
+def _check_bits(strategy: Strategy, named: Sequence[tuple[str, Tensor]], when: str) -> None:
+    """Raise `TrainerError` if tensors differ between ranks. Collective, unless there is none."""
+    hashes = _hashes([tensor for _, tensor in named])
+    if not named or (ranks := _differing_ranks(strategy.all_gather_object(_digest(hashes)))) is None:
+        return
+    hosts, by_rank = zip(*strategy.all_gather_object((socket.gethostname(), hashes)), strict=True)
+    pairs = zip([name for name, _ in named], by_rank[ranks[0]], by_rank[ranks[1]], strict=False)
+    first = next((name for name, theirs, usual in pairs if theirs != usual), "the number of parameters")
+    other, same = _names(ranks, by_rank, hosts)
+    raise TrainerError(
+        f"the weights of {other} are not those of {same}, first in {first}, {when}: load and change weights on all "
+        "ranks alike (noise from one seed, steps after run.backward, not in a gradient's hook), or before run.prepare, "
+        "which gives all ranks rank 0's; if none were, memory or a device is faulty"
+    )
 
 
 _DIFFERING_BUFFER = (
@@ -214,6 +238,16 @@ def _differing_ranks(values: Sequence[object]) -> tuple[int, int] | None:
     ((usual, _),) = Counter(values).most_common(1)
     other = next((rank for rank, value in enumerate(values) if value != usual), None)
     return None if other is None else (other, next(r for r, value in enumerate(values) if value != values[other]))
+
+
+def _names(ranks: tuple[int, int], values: Sequence[object], hosts: Sequence[str]) -> tuple[str, str]:
+    """Return the names of two ranks that differ; with both hosts where no majority says which of them is wrong.
+
+    `trainer run` goes by this: a host that an error names alone is to blame.
+    """
+    other, same = (f"rank {rank} on host {hosts[rank]}" for rank in ranks)
+    counts = sorted(Counter(map(repr, values)).values())
+    return (other, same) if counts[-1] == counts[-2] else (other, f"rank {ranks[1]}")
 
 
 @torch.no_grad()

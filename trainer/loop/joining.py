@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,12 @@ from threading import TIMEOUT_MAX, Timer
 
 import torch
 
+from trainer.cluster.environment import user_set
 from trainer.cluster.forks import wait_for_threads_before_forks
 from trainer.cluster.gpus import SHARING_HINT, describe_sharing, gpu_id, sharing_is_on
 from trainer.cluster.network import machine_id
 from trainer.cluster.output import print_line, write_whole_lines
+from trainer.cluster.processes import end_with_parent
 from trainer.cluster.world import World, current_world
 from trainer.config import RunConfig
 from trainer.strategies import choose_strategy, has_nccl, make_strategy, wrapped
@@ -70,6 +73,8 @@ def _world_to_join(strategy: str, config: RunConfig) -> World:
     if world.size > 1:
         write_whole_lines()
     report_join(world.rank)
+    if user_set("TORCHELASTIC_RUN_ID"):  # by torchrun; the other launchers' ranks end with them by themselves
+        end_with_parent(signal.SIGKILL)
     world = _with_usable_device(strategy, world, config)
     if world.device.type == "cuda":
         # Plain "cuda" in user code then means this rank's GPU, not the first GPU on every rank.

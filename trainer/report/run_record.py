@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from trainer.cluster.output import print_line
 from trainer.cluster.world import World
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, name_rank
 from trainer.files import write_atomically
 from trainer.report.callback import Callback, EpochRecord, FitContext, UpdateRecord
 from trainer.untrusted import open_own, parse_json, read_file
@@ -51,13 +51,13 @@ class RunFolder:
     ) -> None:
         self._is_root, self._has_warned = world.is_root, False
         self._started = time.monotonic()
-        problem, path = "", _new_folder() if output == "auto" else Path(output)
+        problem, self.path = "", _new_folder() if output == "auto" else Path(output)
         if world.is_root:
             try:
-                self._open(path, settings)
+                self._open(self.path, settings)
             except TrainerError as error:
-                problem = str(error)
-        problem, of_root = broadcast_object((problem, str(path)))
+                problem = name_rank(str(error), world.rank, world.size, world.host)
+        problem, of_root = broadcast_object((problem, str(self.path)))
         if problem:
             raise TrainerError(problem)
         self.path = Path(of_root)
@@ -68,7 +68,7 @@ class RunFolder:
             if not (path / "settings.json").exists():
                 write_atomically(path / "settings.json", json.dumps(settings, indent=2, default=str) + "\n")
             elif settings["checkpoints"] and settings["checkpoints"] == _checkpoints_of(path):
-                _append(path / "starts.jsonl", json.loads(json.dumps(settings, default=str)))
+                self.append("starts.jsonl", json.loads(json.dumps(settings, default=str)))
             else:
                 raise TrainerError(f"output folder {path} already holds a run; name another one, or remove it")
         except OSError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
+import signal
 import socket
 import sys
 import threading
@@ -32,6 +34,7 @@ _LOST_PEER = ("HorovodInternalError", "DistBackendError")
 _LOST_PEER_OF_GLOO = "gloo/transport"
 # Time for exit handlers, by which other libraries write what they hold, such as loggers of metrics.
 _EXIT_S = 3.0
+_LET_SIGNALS_COME_S = 0.05
 
 _earlier_hooks: list[Callable[..., object]] = []
 _collective_handlers: list[Callable[[], object]] = []
@@ -59,14 +62,49 @@ def at_exit(handler: Callable[[], object]) -> None:
     atexit.register(handler)
 
 
-def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an exception is Horovod's or torch.distributed's for another rank that has gone."""
-    return type(error).__name__ in _LOST_PEER or _LOST_PEER_OF_GLOO in str(error)
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Return whether an exception is Horovod's or torch.distributed's for another rank that has gone, or follows it."""
+    while error is not None:
+        error = cause_of(error)
+        if type(error).__name__ in _LOST_PEER or _LOST_PEER_OF_GLOO in str(error):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the error of this rank's own of which Horovod has made one of its own, or else the error itself.
+
+    Horovod does so with each RuntimeError while it waits, also with that of a signal's handler, by which a loader tells
+    that a worker was killed.
+    """
+    raised = error.__context__
+    if type(error).__name__ == "HorovodInternalError" and isinstance(raised, RuntimeError):
+        inner = _stack(raised.__traceback__)
+        return cause_of(raised) if inner and "/horovod/" not in inner[0].path else error
+    return error
+
+
+def _await_signals(error: BaseException) -> BaseException:
+    """Return the error of a signal's handler that comes with this one, or else this one.
+
+    When a loader's worker is killed, its connections are reset before the loader's handler tells why.
+    """
+    try:
+        select.select([], [], [], _LET_SIGNALS_COME_S)
+    except Exception as raised:
+        raised.__context__ = error
+        error = raised
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else its handler would end this hook
+    return error
 
 
 def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    launch = _read_launch()
+    shown = _await_signals(error)
+    error, trace = cause_of(shown), shown.__traceback__ or trace
+    kind, launch = type(error), _read_launch()
     if issubclass(kind, KeyboardInterrupt):
+        report_failure("interrupted (SIGINT)", "", launch.rank)
         end_process("interrupted" if launch.rank == 0 else "", 130)
     lost_peer = launch.size > 1 and is_lost_peer(error)
     # An error of a backward pass on this rank alone has the same innermost line.
@@ -81,7 +119,7 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     if lost_peer:
         time.sleep(_LET_PEER_PRINT_FIRST_S)
         _end(launch, f"lost another rank, and with it the job ({kind.__name__})", 1)
-    _show(kind, error, trace)
+    _show(type(shown), shown, trace)
     if was_in_collective:
         time.sleep(_LET_WATCHER_EXPLAIN_S)
     what = str(error) or "no further message"  # as of a MemoryError

@@ -231,7 +231,6 @@ def report_join(rank: int) -> None:
     if folder is None or _record is not None:
         return
     with suppress(OSError):  # a full disk must not end a training that does not need it
-        folder.mkdir(mode=0o700, exist_ok=True)
         if is_ours(folder):
             # If the file exists, it is the rank's, and this process is a child that has inherited its environment.
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL

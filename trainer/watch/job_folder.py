@@ -2,7 +2,8 @@
 
 Beside the heartbeat `rank-3` lies `sigterm-3`, which is empty until that rank has got SIGTERM.
 
-It lies among the temporary files of each host, and `trainer run` reads it after the ranks are gone.
+It lies among the temporary files of each host. `trainer run` makes it before it starts the ranks, so that no other user
+does, and reads it after they are gone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainer.cluster.network import namespace_id
 from trainer.files import write_atomically
 from trainer.untrusted import parse_json
 
@@ -38,8 +40,8 @@ class JobVerdict:
 
 
 def folder_name(job: str, user: int) -> str:
-    """Return the name of a job's folder."""
-    return f"trainer-{user}-{job}"
+    """Return the name of a job's folder on this host: hosts may share the folder for temporary files."""
+    return f"trainer-{user}-{job}-{namespace_id()}"
 
 
 def job_folder() -> Path | None:

@@ -11,13 +11,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.cluster.environment import HANG_TIMEOUT
-from trainer.cluster.network import host_id
+from trainer.cluster.network import namespace_id
 from trainer.cluster.output import warn
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
@@ -28,7 +29,6 @@ _START_S = 1800.0
 """The limit until the first step: rank 0 may prepare the data, and the model is broadcast."""
 _WATCHER = "trainer.ops.watcher"
 """The module that a watcher runs: a program, which the library does not import."""
-_held: list[Any] = []  # the watcher, for as long as this process runs
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Entry:
     given_s: float | None
     """The longest time without progress; rank 0's holds for the job."""
     host: str = ""
-    """Its host's id and its namespace of processes: a container that has one of its own is another host."""
+    """Its host's id, by `namespace_id`."""
     record: str = ""
     """Where its host's watcher finds its heartbeat; "" where it cannot be watched."""
 
@@ -76,8 +76,7 @@ def describe(world: World, given_s: float | None) -> Entry | None:
         return None
     try:
         record = open_record(world.rank)
-        host = f"{host_id()} {Path('/proc/self/ns/pid').readlink()}"
-        return None if record is None else Entry(given_s, host, str(record))
+        return None if record is None else Entry(given_s, namespace_id(), str(record))
     except Exception as error:
         warn(f"hangs are not watched for on rank {world.rank}: {type(error).__name__}: {error}")
         return Entry(given_s)
@@ -99,20 +98,28 @@ def start(world: World, entries: Sequence[Entry | None], recorder: Recorder | No
         if here.record and recorder is not None:
             follow(recorder, is_root=world.is_root)
         if here.record and min(records) == world.rank:
-            settings = {"host": here.host.split()[0], "size": len(known), "given_s": given_s, "records": records}
-            _launch({**settings, "start_s": start_limit_s(given_s), "script": Path(sys.argv[0]).stem or "run"})
+            settings = {"host": socket.gethostname(), "size": len(known), "given_s": given_s, "records": records}
+            settings |= {"start_s": start_limit_s(given_s), "script": Path(sys.argv[0]).stem or "run"}
+            threading.Thread(target=_keep, args=(_launch(settings), settings), daemon=True).start()
     except Exception as error:
         warn(f"hangs are not watched for on {socket.gethostname()}: {type(error).__name__}: {error}")
 
 
-def _launch(settings: dict[str, Any]) -> None:
+def _keep(watcher: subprocess.Popen[bytes], settings: dict[str, Any]) -> None:
+    """Start another watcher where one was killed: else nobody would notice that the watch has gone."""
+    while watcher.wait() < 0:
+        threading.Event().wait(1.0)  # by then a job that is being killed is gone
+        warn(f"the watcher on {socket.gethostname()} was killed; another one is started")
+        watcher = _launch(settings)
+
+
+def _launch(settings: dict[str, Any]) -> subprocess.Popen[bytes]:
     library = str(Path(__file__).resolve().parent.parent.parent)
     paths = filter(None, [library, os.environ.get("PYTHONPATH", "")])
-    watcher = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-P", "-S", "-m", _WATCHER, json.dumps(settings)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # because Ctrl-C and Ctrl-Z are for the ranks
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
-    _held.append(watcher)

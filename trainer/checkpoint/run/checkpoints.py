@@ -12,8 +12,9 @@ waits for a signal.
 3. After the same updates, about twice a second, and at the end of each epoch, `FlagReduction` sums who has had a
    signal, whether it is time, who is writing, and who could not. At the end of an epoch, rank 0 broadcasts the score
    before.
-4. If a checkpoint is due, `Contents.state` calls each `state_dict`, which may be collective. `Storage.copy` gathers
-   sharded tensors, unless the ranks write parts. Then the ranks gather the random states.
+4. If a checkpoint is due, `check_states` gathers hashes of the ranks' weights. `Contents.state` calls each
+   `state_dict`, which may be collective. `Storage.copy` gathers sharded tensors, unless the ranks write parts. Then the
+   ranks gather the random states.
 5. If a rank could not write, and after each save that is waited for, they gather why.
 """
 
@@ -38,7 +39,7 @@ from trainer.cluster.output import print_line
 from trainer.config import CheckpointConfig
 from trainer.data.base import Loader, Observer
 from trainer.errors import ConfigError, TrainerError
-from trainer.loop.consistency import check_consistency
+from trainer.loop.consistency import check_consistency, check_states
 from trainer.loop.random_numbers import random_state, set_random_state
 from trainer.strategies.base import Strategy
 from trainer.watch.heartbeat import PREEMPTED, report_phase
@@ -259,14 +260,15 @@ class Checkpoints(Observer):
             return
         if (self.epoch, self.updates) != self._saved:
             self._save()
-        problem = self._take_problem()
+        problem, received = self._take_problem(), self.preemption.received
+        which = received.name if received else "a signal on another rank"
+        if problem:
+            raise TrainerError(f"{problem}; {which} ends the job without its latest updates")
         if self._world.is_root:
-            which = self.preemption.received.name if self.preemption.received else "a signal on another rank"
-            print_line(f"trainer: {which}: {problem or 'saved; start again to go on'}", sys.stderr)
-        if not problem:
-            self._is_ending = True
-            report_phase(PREEMPTED)
-        raise SystemExit(1 if problem else exit_codes.PREEMPTED)
+            print_line(f"trainer: {which}: saved; start again to go on", sys.stderr)
+        self._is_ending = True
+        report_phase(PREEMPTED)
+        raise SystemExit(exit_codes.PREEMPTED)
 
     def _report(self, problem: str) -> None:
         if problem and self.config.on_error == "stop":
@@ -287,6 +289,7 @@ class Checkpoints(Observer):
         order = (self._attempt, *place)
         with span(CHECKPOINT):
             self._storage.wait()
+            self._check_ranks()
             positions = self._positions.state()
             counts = {"epoch": self.epoch, "updates": self.updates}
             self._storage.copy({**self._contents.state(), **counts, **positions}, order)
@@ -306,6 +309,20 @@ class Checkpoints(Observer):
             self._storage.commit(order, random, facts, self.config.keep)
         self._saved_at = time.monotonic()
         self.stalls_s.append(self._saved_at - started)
+
+    def _check_ranks(self) -> None:
+        """Check that all ranks would save the same: else a run goes on from what a faulty memory has changed.
+
+        Raises:
+            TrainerError: a rank has other weights, or another state of an optimizer.
+        """
+        prepared, strategy = self._contents.prepared, self._strategy
+        equal = all(synchronizer.weights_are_equal for synchronizer in prepared.synchronizers)
+        if equal and self._world.size > 1 and not strategy.shards:
+            optimizers = {known.number: optimizer for optimizer, known in prepared.optimizers.items()}
+            agreed = f"that of update {self._saved[1]}" if self._saved else "none"
+            when = f"after update {self.updates} (the last checkpoint on which all ranks agreed: {agreed})"
+            check_states(strategy, prepared.numbered_models, optimizers, when)
 
     def _save_now(self) -> str:
         """Save, and wait until it is written; return what failed on any rank, or "". Collective."""

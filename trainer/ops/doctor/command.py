@@ -53,7 +53,7 @@ def examine(options: argparse.Namespace) -> int:
     began = time.monotonic()
     if not 5 <= options.timeout_s <= 100:
         raise ConfigError(f"--timeout is {options.timeout_s:g}; valid is 5 to 100")
-    hosts = parse_hosts(options.hosts) if options.hosts else (Host("localhost", 1),)
+    hosts = parse_hosts(options.hosts) if options.hosts is not None else (Host("localhost", 1),)
     command = to_command(options.command)
     if command and not (shutil.which(command[0]) or Path(command[0]).is_file()):
         raise ConfigError(f"{command[0]} is neither a program nor a file; hosts are given with -H, as in -H a:2,b:2")

@@ -22,7 +22,7 @@ from trainer.cluster.output import write_whole_lines
 from trainer.errors import LaunchError, TrainerError
 from trainer.ops.launch.outcome import CALL, Outcome, dumps
 from trainer.ops.launch.output import tag_output
-from trainer.watch.failure import is_lost_peer, report_failures
+from trainer.watch.failure import cause_of, is_lost_peer, report_failures
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def _call(file: Path) -> Any:
 
 def _pickle_error(error: Exception) -> bytes:
     try:
-        return dumps(error)
+        return dumps(cause_of(error))
     except Exception:  # it holds what cannot be sent; its traceback says enough
         return b""
 

@@ -17,7 +17,7 @@ from trainer.cluster.output import say
 from trainer.cluster.processes import is_running
 from trainer.ops.supervise.launchers import launch
 from trainer.ops.supervise.options import Options
-from trainer.ops.supervise.outcome import Attempt, judge
+from trainer.ops.supervise.outcome import OURS, Attempt, judge
 from trainer.ops.supervise.remote import Answer, on_all_hosts
 from trainer.ops.supervise.signals import Signals
 from trainer.watch.compare import compare
@@ -69,8 +69,12 @@ class Running:
         """Start the job, wait for its end, end what is left, and judge it; return what all hosts have answered."""
         attempt = self._attempt
         try:
-            self._processes = launch(self._options, attempt.hosts, self._job)
-            self._watch()
+            made = on_all_hosts(attempt.hosts, self._job, "make")
+            attempt.full = " ".join(f"{answer.host}: {answer.full}" for answer in made if answer.full)
+            attempt.lost = {answer.host: answer.problem for answer in made if answer.problem}
+            if not attempt.lost:
+                self._processes = launch(self._options, attempt.hosts, self._job)
+                self._watch()
             attempt.detected_at = attempt.detected_at or time.monotonic()
             self._end()
         finally:
@@ -115,9 +119,9 @@ class Running:
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds without any progress, once that is longer than the timeout."""
-        idle = time.monotonic() - self._attempt.progress_at
-        is_working = any(rank.phase not in (PREEMPTED, DONE) for rank in self._attempt.ranks.values())
+        """Seconds without any progress, since the launcher's start at first, once that is longer than the timeout."""
+        idle, ranks = time.monotonic() - self._attempt.progress_at, self._attempt.ranks.values()
+        is_working = not ranks or any(rank.phase not in (PREEMPTED, DONE) for rank in ranks)
         return idle if is_working and 0 < self._options.timeout_s < idle else None
 
     @property
@@ -191,7 +195,7 @@ class Running:
         self._killed = self._running()
         for number in self._killed:
             with suppress(ProcessLookupError):
-                os.kill(self._attempt.ranks[number].pid, signal.SIGKILL)
+                os.kill(self._attempt.ranks[number].pid, OURS)
         self._wait(_TERMINATED_S)
         if is_ending:
             self._note_codes()
@@ -220,7 +224,7 @@ class Running:
                     gone.add(heartbeat.rank)
         attempt.progress_at = progress_at
         attempt.was_interrupted = self._signals.interrupted_by is not None
-        attempt.lost = {answer.host: answer.problem for answer in answers if answer.problem}
+        attempt.lost |= {answer.host: answer.problem for answer in answers if answer.problem}
         attempt.verdict = compare({answer.host: answer.verdict for answer in answers})
         # A rank that has said why it ends may have been seen first, because those that are left take their time.
         seen = [number for number in attempt.dead if not attempt.ranks[number].has_ended]

@@ -67,6 +67,8 @@ def locked(folder: Path, job: str) -> Iterator[str]:
         holder = noted[1].decode() if noted else "another one"
         raise ConfigError(f"{folder} is already supervised by process {holder}; end that one, or choose another --name")
     with lock:
+        with suppress(OSError):  # it is another user's
+            os.fchmod(lock.fileno(), 0o600)
         try:
             yield noted[2].decode() if noted else ""
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import shlex
@@ -18,12 +17,12 @@ from pathlib import Path
 
 from trainer.cluster.environment import SECRET
 from trainer.cluster.launchers import STARTS
+from trainer.cluster.processes import end_with_parent
 from trainer.errors import ConfigError
 from trainer.ops.supervise.hosts import SSH, Host, names, slots_of
 from trainer.ops.supervise.options import Options, Streams
 from trainer.watch.job_folder import JOB
 
-_PR_SET_PDEATHSIG = 1
 _PORTS = range(20000, 32000)
 """Below the ports that a kernel gives to clients."""
 # Variables that belong to this host or to this shell, and are not for other hosts.
@@ -134,15 +133,15 @@ def through_ssh(host: Host, command: Sequence[str], environment: Mapping[str, st
 def _popen(start: Start, environment: Mapping[str, str], streams: Streams) -> subprocess.Popen[bytes]:
     parent = os.getpid()
 
-    def end_with_parent() -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    def prepare() -> None:
+        end_with_parent(signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(1)
 
     process = subprocess.Popen(
         start.command,
         env=environment,
-        preexec_fn=end_with_parent,
+        preexec_fn=prepare,
         stdin=subprocess.PIPE if start.script else streams[0],
         stdout=streams[1],
         stderr=streams[2],

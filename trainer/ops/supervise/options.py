@@ -84,7 +84,7 @@ def check(given: Mapping[str, Any], is_command: bool = False) -> dict[str, Any]:
     np, text, least = given["np"], given["hosts"], given["min_np"]
     if np is None or np < 1:
         raise ConfigError(f"{label('np')} is {'missing' if np is None else np}; valid is a number of at least 1")
-    hosts = parse_hosts(text, label("hosts")) if text else (Host("localhost", np),)
+    hosts = parse_hosts(text, label("hosts")) if text is not None else (Host("localhost", np),)
     if slots_of(hosts) < np:
         raise ConfigError(f"{label('np')} is {np}, and {label('hosts')} {text} has {slots_of(hosts)} slots")
     if least is not None and not 1 <= least <= np:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trainer.cluster import exit_codes
-from trainer.ops.supervise.hosts import Host, names
+from trainer.errors import named_ranks
+from trainer.ops.supervise.hosts import Host, names, slots_of
 from trainer.watch.heartbeat import DONE, LOST_PEER, MISTAKE, PREEMPTED, Heartbeat
 from trainer.watch.job_folder import DIFFERENT, HANG, JobVerdict
 
 # 2 is argparse's code; 126 and 127 are a shell's for a command that it cannot run, or does not find.
 _MISTAKES = (exit_codes.MISTAKE, 2, 126, 127)
-_SIGNALS = {128 + number: f" ({number.name})" for number in signal.Signals}
+OURS = signal.SIGVTALRM
+"""The signal that ends the ranks which a dead rank leaves behind, at once and unlike any other: a launcher's code tells
+how the dead rank has ended, or else how the others have."""
+_SIGNALS = {128 + number: f" ({number.name})" for number in signal.Signals if number != OURS}
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,9 @@ class Attempt:
     verdict: JobVerdict | None = None
     """What the watch has found out about the job."""
     lost: dict[str, str] = field(default_factory=dict)
-    """Hosts that did not answer afterwards, and why."""
+    """Hosts that did not answer, or cannot take the job, and why."""
+    full: str = ""
+    """Hosts whose folders for temporary files take nothing, without which Open MPI does not start."""
     idle_s: float | None = None
     """Seconds without progress, if the attempt was ended because of them."""
     is_preempted: bool = False
@@ -85,6 +91,11 @@ class Attempt:
         """Return the hosts of ranks."""
         return tuple(sorted({self.host_of[number] for number in numbers if number in self.host_of}))
 
+    def to_blame(self, numbers: Sequence[int]) -> tuple[str, ...]:
+        """Return the hosts of ranks; none where these are all hosts of several, of which nobody can say which it is."""
+        hosts = self.hosts_of(numbers)
+        return () if len(hosts) == len({*self.host_of.values()}) > 1 else hosts
+
     @property
     def advice(self) -> str:
         """What to do where a host, or the network between hosts, may be the cause."""
@@ -94,15 +105,25 @@ class Attempt:
 
 
 def judge(attempt: Attempt) -> Judgement:
-    """Return how an attempt has ended: the first of these rules that applies says it."""
+    """Return how an attempt has ended."""
+    judgement = _judge(attempt)
+    if attempt.full and judgement.code is None and attempt.updates is None:
+        judgement = replace(judgement, text=f"{judgement.text}; {attempt.full}")
+    if not attempt.is_preempted or judgement.code is not None:
+        return judgement
+    if judgement.verdict == "preempted" or attempt.updates is None:  # else something would be lost
+        return Judgement("preempted", "preempted", code=exit_codes.PREEMPTED)
+    return replace(judgement, text=f"preempted, and not saved: {judgement.text}", code=1)
+
+
+def _judge(attempt: Attempt) -> Judgement:
+    """Return how an attempt has ended by itself: the first of these rules that applies says it."""
     codes, ranks = attempt.codes, attempt.ranks
     mistaken = [number for number, rank in sorted(ranks.items()) if rank.error == MISTAKE]
     if attempt.was_interrupted:
         return Judgement("interrupted", "interrupted", code=1)
     if codes and not any(codes):
         return Judgement("done", "done", code=0)
-    if attempt.is_preempted:
-        return Judgement("preempted", "preempted", code=exit_codes.PREEMPTED)
     if mistaken:
         text = f"{attempt.name(mistaken[:1])}: {ranks[mistaken[0]].message}"
         return Judgement("mistake", text, code=exit_codes.MISTAKE)
@@ -119,13 +140,15 @@ def judge(attempt: Attempt) -> Judgement:
 
 
 def _hung(attempt: Attempt, text: str, culprits: Sequence[int]) -> Judgement:
-    hosts = attempt.hosts_of(culprits)
-    if not hosts or len(hosts) == len({*attempt.host_of.values()}) > 1:
-        return Judgement("hung", text + attempt.advice)
-    return Judgement("hung", text, hosts)
+    hosts = attempt.to_blame(culprits)
+    return Judgement("hung", text + attempt.advice * (not hosts), hosts)
 
 
 def _idle(attempt: Attempt, idle_s: float) -> Judgement:
+    missing = sorted({*range(slots_of(attempt.hosts))} - {*attempt.ranks})
+    if missing and all(rank.phase == "joining" for rank in attempt.ranks.values()):
+        who = f"not all ranks have (not {', '.join(map(str, missing[:8]))})" if attempt.ranks else "no rank has"
+        return _hung(attempt, f"no progress for {idle_s:.0f} s: {who} come to trainer.init", ())
     place = {number: (rank.updates, rank.reports) for number, rank in sorted(attempt.ranks.items())}
     oldest = min(place.values())
     behind = [number for number in place if place[number] == oldest]
@@ -147,12 +170,14 @@ def _blame(attempt: Attempt) -> Judgement:
         return Judgement("failed", watch.text)
     if own:
         what = ": ".join(filter(None, (errors[own[0]], ranks[own[0]].message))).splitlines()[0][:200]
-        text = f"{attempt.name(own[:1])} failed{attempt.when(own[0])}: {what}"
-        return Judgement("failed", text, attempt.hosts_of(own[:1]))
+        # All ranks raise what they find out together. Of several that it names, nobody can say which is to blame.
+        named = [number for number in named_ranks(ranks[own[0]].message) if number in ranks]
+        text = f"{attempt.name(named or own[:1])} failed{attempt.when(own[0])}: {what}"
+        return Judgement("failed", text, attempt.to_blame(named or own) if len(named) < 2 else ())
     # A rank that has lost another rank ends too, and may be the first whose end was seen.
     if silent := [number for number in attempt.dead if not ranks[number].has_ended]:
         text = f"{attempt.name(silent)} died without a word{attempt.when(silent[0])}{by_signal}"
-        return _after(attempt, text, attempt.left, Judgement("failed", text, attempt.hosts_of(silent)))
+        return _after(attempt, text, attempt.left, Judgement("failed", text, attempt.to_blame(silent)))
     if errors and not by_signal:  # and all follow from a failure that nobody has reported
         text = f"{attempt.name([*errors])} lost another rank{attempt.when(next(iter(errors)))}"
         done = [number for number, rank in ranks.items() if rank.phase == DONE]

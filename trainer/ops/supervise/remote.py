@@ -6,6 +6,7 @@ does not answer in time is not well: the same call is the probe.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from trainer.ops.supervise.hosts import Host
 from trainer.watch.heartbeat import SIZE, Heartbeat
 from trainer.watch.job_folder import JOB, SIGTERM, VERDICT, JobVerdict, parse_verdict
 
-Action = Literal["look", "preempt", "kill"]
+Action = Literal["make", "look", "preempt", "kill"]
 _HEAD = re.compile(rb"trainer-host(?: [0-9]{1,7})*")
 TIMEOUT_S = 10.0
 """Seconds in which a host has to answer."""
@@ -30,6 +31,19 @@ TIMEOUT_S = 10.0
 SCRIPT = f"""
 job=$1 action=$2
 shift 2
+name=trainer-$(id -u)-$job-$(uname -n)-$(cat /proc/sys/kernel/random/boot_id)-$(readlink /proc/self/ns/pid)
+is_ours() {{ [ -O "$1" ] && [ ! -L "$1" ]; }}
+if [ "$action" = make ]; then
+    for folder in "$@"; do
+        to=$folder/$name
+        is_ours "$to" || why=$(mkdir -m700 "$to" 2>&1 && {{ head -c4096 /dev/zero 2>&1 >"$to/room" || ! rm -r "$to"; }})
+        is_ours "$to" && echo trainer-host && echo "$full" && exit
+        full="${{full:+$full; }}$folder: ${{why##*: }}"
+        [ ! -e "$to" ] || break
+    done
+    echo "the job's folder cannot be made: $full" >&2
+    exit 1
+fi
 marked() {{
     for file in $(grep -lsF "{JOB}=$job" /proc/[0-9]*/environ); do
         file=${{file#/proc/}}
@@ -47,8 +61,8 @@ if [ "$action" = kill ]; then
     done
 fi
 for folder in "$@"; do
-    folder=$folder/trainer-$(id -u)-$job
-    [ -O "$folder" ] && [ ! -L "$folder" ] && cd "$folder" || continue
+    folder=$folder/$name
+    is_ours "$folder" && cd "$folder" || continue
     cat {VERDICT} 2> /dev/null || echo
     for file in rank-*; do
         [ -s "$file" ] || continue
@@ -77,19 +91,22 @@ class Answer:
     ranks: tuple[Heartbeat, ...] = ()
     verdict: JobVerdict | None = None
     """What the host's watcher has found out."""
+    full: str = ""
+    """Folders for temporary files in which the job's could not be made, and why."""
 
 
 def on_all_hosts(hosts: Sequence[Host], job: str, action: Action, timeout_s: float = TIMEOUT_S) -> list[Answer]:
     """Look for the processes of a job on all hosts at once, signal or kill them; return the answers in their order.
 
-    "kill" also removes the job's folder.
+    "make" makes the job's folder, "kill" also removes it.
     """
     with ThreadPoolExecutor(len(hosts)) as pool:
         return list(pool.map(lambda host: _call(host, job, action, timeout_s), hosts))
 
 
 def _call(host: Host, job: str, action: Action, timeout_s: float) -> Answer:
-    folders = sorted({tempfile.gettempdir(), "/tmp"})  # noqa: S108 (of another host, where this one's may be missing)
+    # The last is of another host, where this one's may be missing.
+    folders = dict.fromkeys([os.environ.get("TMPDIR") or tempfile.gettempdir(), tempfile.gettempdir(), "/tmp"])  # noqa: S108
     command = host.command(["sh", "-s", "--", job, action, *folders])
     try:
         # Its end is waited for, not that of its pipes, which a process that it has started may keep open.
@@ -116,5 +133,6 @@ def parse_answer(host: str, output: bytes, errors: bytes = b"", code: int = 0) -
             if records[at : at + 1] == b"+":
                 heartbeat.signal = heartbeat.signal or signal.SIGTERM
             ranks.append(heartbeat)
-    processes = frozenset(map(int, head.split()[1:]))
-    return Answer(host=host, processes=processes, ranks=tuple(ranks), verdict=parse_verdict(verdict))
+    processes, told = frozenset(map(int, head.split()[1:])), parse_verdict(verdict)
+    full = "" if told else verdict.decode(errors="replace")
+    return Answer(host=host, processes=processes, ranks=tuple(ranks), verdict=told, full=full)
