@@ -248,7 +248,7 @@ def test_weights_in_another_order_are_other_weights(weights: Tensor, order: list
     def job(rank: int, check: PeriodicCheck) -> None:
         when_due(check, None, [], [nn.ParameterList([weights[order] if rank else weights])])
 
-    assert "the weights of rank 1 on host a are not those of rank 0, first in 0" in one_error(
+    assert "the weights of rank 1 on host a are not those of rank 0 on host a, first in 0" in one_error(
         compare(2, job), TrainerError
     )
 
