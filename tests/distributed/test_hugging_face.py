@@ -50,6 +50,7 @@ def test_adapters_have_the_losses_of_one_process(tmp_path: Path) -> None:
     assert (tmp_path / "both" / "adapter_model.safetensors").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_language_model_weighs_tokens(tmp_path: Path) -> None:
     [script] = [unit.text for unit in units("python") if unit.page == HUGGING_FACE]
     told = "\nrun.print('weights', sum(p.double().square().sum().item() for p in model.parameters()))\n"
