@@ -109,7 +109,15 @@ def hang(*culprits: int) -> dict[str, Any]:
         ([], FAILS, "failed", None, "", f"{ENDS} 1, before a rank had joined{ADVICE}"),
         ([DONE0], {"codes": [0, 3], "dead": [0]}, "failed", None, "", f"{ENDS} 3{ADVICE}"),
         # Hangs.
-        ([], {"idle_s": 60.0}, "hung", None, "", f"no progress for 60 s: no rank has come to trainer.init{ADVICE}"),
+        (
+            [],
+            {"idle_s": 60.0},
+            "hung",
+            None,
+            "",
+            "no progress for 60 s: no rank has come to trainer.init (a script that never calls it needs --timeout 0)"
+            f"{ADVICE}",
+        ),
         (
             [rank(0, phase="joining")],
             {"idle_s": 9.0},
