@@ -62,7 +62,7 @@ def _safetensors_of(path: Path, state: Any) -> Callable[[BinaryIO], object]:
     if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ConfigError(f"{path} is for the state of a model, whose values are all tensors; name another file for it")
     try:
-        from safetensors.torch import save_file
+        from safetensors.torch import save
     except ImportError:
         raise ConfigError(f"{path} needs the package safetensors; install it, or name a file for torch.save") from None
     tensors: dict[str, torch.Tensor] = {}
@@ -73,7 +73,7 @@ def _safetensors_of(path: Path, state: Any) -> Callable[[BinaryIO], object]:
         # The format has no names for one memory, as tied weights have it: readers find each name.
         tensors[name] = tensor.clone() if address in memory else tensor
         memory.add(address)
-    return lambda file: save_file(tensors, file.name, {"format": "pt"})
+    return lambda file: file.write(save(tensors, {"format": "pt"}))
 
 
 def _partial(path: Path) -> Path:

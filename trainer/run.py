@@ -19,7 +19,7 @@ from trainer.checkpoint.run.contents import Contents
 from trainer.cluster.output import print_line
 from trainer.config import CheckpointConfig, RunConfig, RunSettings, settings_from
 from trainer.data.base import NOT_GIVEN, CommonOptions, Loader, is_stream
-from trainer.data.given import arguments_from
+from trainer.data.given import arguments_from, generators_of
 from trainer.data.loader import ShardedLoader
 from trainer.data.order import Drawn, DrawnBatches
 from trainer.data.shard_plan import mix_seeds
@@ -122,6 +122,8 @@ class Run:
         """The current epoch of `epochs`, and how many training loaders were made before the loop and in this epoch."""
         self._loaders: list[weakref.ref[Loader]] = []
         """The loaders in the order in which they were made. A loader's index is its number, the same on every rank."""
+        self._given: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+        """The DataLoaders of the script that were prepared."""
         self._checkpoints: Checkpoints | None = None
 
     @property
@@ -212,8 +214,11 @@ class Run:
 
     def _loader_of(self, given: DataLoader[Any], *, training: bool, per_rank: bool) -> Loader:
         """Return the loader that takes a DataLoader's place, and print what a batch is."""
-        ranks, of_loader = self.world_size, arguments_from(given, ranks=self.world_size, per_rank=per_rank)
-        loader = self.loader(**of_loader, training=training)
+        ranks, held = self.world_size, generators_of(given)
+        if any(held & generators_of(other) for other in self._given if other is not given):
+            raise ConfigError("two DataLoaders draw by one torch.Generator; give each its own, so that each can go on")
+        self._given.add(given)
+        loader = self.loader(**arguments_from(given, ranks=ranks, training=training, per_rank=per_rank))
         if training and ranks > 1 and self.is_root:
             size = f"{loader.step_size} {loader.unit}, {loader.step_size / ranks:.4g} per rank"
             print_line(f"trainer: a step of all ranks takes {size}", sys.stderr)
@@ -347,7 +352,6 @@ class Run:
         """
         for synchronizer in self._prepared.models.values():
             synchronizer.average_weights()
-        self._updates.tell_of_not_finite()
 
     def all_reduce(self, value: Tensor | float, reduction: str = "mean") -> Tensor:
         """Return the mean or the sum of `value` over all ranks, as a new tensor on this rank's device.

@@ -172,7 +172,7 @@ def check_the_rank_whose_loss_is_not_finite_is_told_once(strategy: Strategy) -> 
                 optimizer.zero_grad()
         told = run.is_root and last > 0 and not is_skipped
         assert printed.getvalue().count(f"the loss of rank {last} on host {run.host} was the first that") == told
-        assert printed.getvalue().count("not finite, in backward pass 6,") == told
+        assert printed.getvalue().count("not finite, in update 6,") == told
 
 
 def check_ranks_may_take_other_numbers_of_passes_without_an_exchange(strategy: Strategy) -> None:

@@ -115,7 +115,8 @@ def hang(*culprits: int) -> dict[str, Any]:
             "hung",
             None,
             "",
-            "no progress for 60 s: no rank has come to trainer.init (a script that never calls it needs --timeout 0)"
+            "no progress for 60 s: no rank has come to trainer.init "
+            "(--timeout is for scripts that do, and with a /tmp that this process sees)"
             f"{ADVICE}",
         ),
         (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from io import BytesIO
@@ -32,6 +34,8 @@ _MOST_CHECKED = 4096
 """Values of such an attribute that ranks compare, evenly spaced."""
 _DRAWN, _DEEPEST = 8, 8
 """Items that ranks compare, and datasets within one another that are asked for their attributes."""
+_LONGEST_S = 0.5
+"""How long items are drawn for that; those that only some ranks have drawn are not compared."""
 
 
 class InMemory(Dataset[Batch]):
@@ -172,16 +176,25 @@ class ShardedLoader(Loader):
         """
         data: Any = self.dataset
         data = InMemory(data.inputs, data.targets) if isinstance(data, InMemory) else data  # a transform takes batches
-        places = Permutation(self.dataset_length, 0).at(np.arange(min(self.dataset_length, _DRAWN), dtype=np.uint64))
-        twice = [[place] for place in sorted(places.tolist()) for _ in range(2)]
+        chosen = Permutation(self.dataset_length, 0).at(np.arange(min(self.dataset_length, _DRAWN), dtype=np.uint64))
+        twice = [[place] for place in sorted(chosen.tolist()) for _ in range(2)]
         options = {"collate_fn": partial(digest, seed=0), "num_workers": min(self.num_workers, 1), "pin_memory": False}
+        if self._options.get("multiprocessing_context") is not None:  # a spawned worker takes seconds to start
+            return _checksums_of_attributes(data)
+        drawn: list[Any] = []
         try:
             with seeded(0):
                 data_loader = self._make_data_loader(data, batch_sampler=[twice[0], *twice], **options)
-                drawn: list[Any] = [*loading(batches_of(data_loader, 0))][1:]  # the first is drawn with other numbers
-            if drawn[::2] != drawn[1::2]:
+                until = time.monotonic() + _LONGEST_S
+                for found in loading(batches_of(data_loader, 0)):
+                    drawn.append(found)
+                    if time.monotonic() > until:
+                        break
+            pairs = [*zip(drawn[1::2], drawn[2::2], strict=False)]  # the first is drawn with other random numbers
+            if any(first != second for first, second in pairs):
                 return _checksums_of_attributes(data)
-            return {f"item {place} of the dataset": found for [place], found in zip(twice, drawn, strict=True)}
+            places = [place for [place] in twice[::2]]
+            return {f"item {place} of the dataset": pair[0] for place, pair in zip(places, pairs, strict=False)}
         except Exception as error:  # it comes again where the item is needed
             error.__traceback__ = None  # which would keep the worker
             return {}
@@ -199,7 +212,7 @@ class ShardedLoader(Loader):
         if state["taken"] and self._order.drawn is not None:
             state |= {"units": self.plan.samples, "drawn": self._order.drawn}
         if self._order.own is not None:
-            state["generators"] = self._order.own.states(is_within=self.taken > 0)
+            state["own_order"] = self._order.own.state(is_within=self.taken > 0)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -208,7 +221,7 @@ class ShardedLoader(Loader):
             self._order.expect(state["drawn"])
             self._plan_for(state["units"])
         if self._order.own is not None:
-            self._order.own.load_states(state["generators"])
+            self._order.own.load_state(state["own_order"])
 
     def _position_depends_on(self, is_within: bool) -> dict[str, Any]:
         return {"samples": self.dataset_length, "shuffle": self._order.description, "seed": self._given_seed}
@@ -327,7 +340,8 @@ def _checksums_of_attributes(dataset: Any, names: Sequence[str] = _ATTRIBUTES) -
         for name in names:
             if isinstance(values := getattr(dataset, name, None), Sequence | Tensor | np.ndarray):
                 key = f"{name} of {type(dataset).__name__}"  # which may be one of several, a Subset of a Subset
-                found[key] = digest([values[:: len(values) // _MOST_CHECKED + 1], found.get(key)])
+                with suppress(Exception):  # of what cannot be pickled
+                    found[key] = digest([values[:: len(values) // _MOST_CHECKED + 1], found.get(key)])
         dataset = getattr(dataset, "dataset", None)
     return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
@@ -116,13 +116,13 @@ class EpochOrder:
         self._sampler, self._batch_sampler, self._group = sampler, batch_sampler, group
         self._expected: list[int] | None = None
         if sampler is not None:
-            self.units, self.description = _length_of(sampler), type(sampler).__name__
+            self.units, self.description = _length_of(sampler), _name(sampler)
             if issubclass(type(sampler), BatchSampler):
                 raise ConfigError("a sampler draws samples; leave BatchSampler out, or give it as batch_sampler")
         elif batch_sampler is not None:
             length = _length_of(batch_sampler)
             self.units = group.broadcast(length) if group is not None else length
-            self.description = f"batches of {type(batch_sampler).__name__}"
+            self.description = f"batches of {_name(batch_sampler)}"
             if self.units == 0:
                 raise ConfigError(f"the batch sampler, {type(batch_sampler).__name__}, has no batches")
 
@@ -168,7 +168,7 @@ class EpochOrder:
         self.drawn, expected, self._expected = [epoch, zlib.crc32(repr(drawn).encode())], self._expected, None
         if expected is not None and expected[0] == epoch and expected != self.drawn:
             raise ConfigError(
-                f"{type(sampler).__name__} has drawn something else for epoch {epoch} (from 0) than in the run that is "
+                f"{_name(sampler)} has drawn something else for epoch {epoch} (from 0) than in the run that is "
                 "to go on; what it draws may depend only on set_epoch and the random generators it holds"
             )
         return drawn
@@ -240,27 +240,34 @@ class OwnOrder:
         self.sampler, self._generator, self._persists = sampler, loader.generator, loader.persistent_workers
         held = [*generators_in(sampler), *([self._generator] if self._generator is not None else [])]
         self._generators = list({id(generator): generator for generator in held}.values())
-        self._at_start: list[Tensor] | None = None
+        self._has_begun = False
+        self._at_start: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        is_first, self._at_start = self._at_start is None, self.states(is_within=False)
-        if self._generator is not None and (is_first or not self._persists):
+        self._at_start = self.state(is_within=False)
+        if self._generator is not None and not (self._has_begun and self._persists):
             torch.empty((), dtype=torch.int64).random_(generator=self._generator)  # DataLoader seeds its workers by it
+        self._has_begun = True
         return iter(self.sampler)
 
-    def states(self, *, is_within: bool) -> list[Tensor]:
+    def state(self, *, is_within: bool) -> dict[str, Any]:
         """Return the generators' states, or if `is_within` an epoch those at its beginning."""
         if is_within and self._at_start is not None:
             return self._at_start
-        return [generator.get_state() for generator in self._generators]
+        return {"has_begun": self._has_begun, "states": [generator.get_state() for generator in self._generators]}
 
-    def load_states(self, states: Sequence[Tensor]) -> None:
-        """Go on with `states`."""
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with a `state`."""
+        self._has_begun = state["has_begun"]
+        for generator, value in zip(self._generators, state["states"], strict=True):
+            generator.set_state(value)
+
+
+def _name(sampler: Any) -> str:
+    return type(sampler.sampler if isinstance(sampler, OwnOrder) else sampler).__name__
 
 
 def generators_in(sampler: Any) -> list[torch.Generator]:

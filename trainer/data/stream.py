@@ -233,7 +233,7 @@ def _part(dataset: Any, world: World, *, already_sharded: bool) -> Any:
     if not hasattr(dataset, "shard"):
         raise ConfigError(
             f"{type(dataset).__name__} can only be iterated over, and has no shard(num_shards, index), so the ranks "
-            "cannot divide it; if each rank has a stream of its own, say so with already_sharded=True"
+            "cannot divide it; if each rank has a stream of its own, say so with run.loader(…, already_sharded=True)"
         )
     return dataset.shard(num_shards=world.size, index=world.rank)
 

@@ -74,7 +74,7 @@ def _world_to_join(strategy: str, config: RunConfig) -> World:
         write_whole_lines()
     report_join(world.rank)
     if user_set("TORCHELASTIC_RUN_ID"):  # by torchrun; the other launchers' ranks end with them by themselves
-        end_with_parent(signal.SIGKILL)
+        end_with_parent(signal.SIGTERM)  # at which a run with checkpoints saves
     world = _with_usable_device(strategy, world, config)
     if world.device.type == "cuda":
         # Plain "cuda" in user code then means this rank's GPU, not the first GPU on every rank.

@@ -40,8 +40,9 @@ _UNREACHED = (
 )
 
 _NOT_FINITE = (
-    "trainer: WARNING: the loss of {} was the first that was not finite, in backward pass {}, and no rank's is since "
-    "then. Look at its batch there; run.all_reduce tells all ranks to skip such a batch (docs/own-loop.md)"
+    "trainer: WARNING: the loss of {} was the first that was not finite, in update {}, and no rank's has been finite "
+    "since. Look at its batch there, or if all ranks are named at the gradients of the update before; run.all_reduce "
+    "tells all ranks to skip such a batch (docs/own-loop.md)"
 )
 
 
@@ -82,9 +83,8 @@ class Updates:
         """The gradients before the first of the passes with samples; None during that first pass."""
         self._losses: list[tuple[int, Tensor]] = []
         """This rank's losses since a finite one was last seen, each with the number of its all-reduce, from 1."""
-        self._exchanges = self._asked_at = 0
-        """All-reduces of gradients, of whichever models, after which `PeriodicCheck` may compare the ranks, and those
-        before the ranks were last asked for losses that are not finite."""
+        self._exchanges = 0
+        """All-reduces of gradients, of whichever models, after which `PeriodicCheck` may compare the ranks."""
         self._stepped: weakref.WeakKeyDictionary[Synchronizer, set[int]] = weakref.WeakKeyDictionary()
         """Ids of optimizers that stepped since the last all-reduce, per model."""
         self._running: set[int] = set()
@@ -125,9 +125,8 @@ class Updates:
             synchronizer.before_backward(is_local=self._is_local, is_weightless=weight == 0.0)
         self._run_pass(loss, weight, options)
         self._prepared.backwards += 1
-        if weight and self._strategy.world.size > 1:
-            value = loss.detach()  # its number alone: a view would keep all that it is a view of
-            self._losses.append((self._exchanges + 1, value.sum() if value.dim() or loss._base is not None else value))
+        if weight and not self._has_told and self._strategy.world.size > 1:
+            self._losses.append((self._exchanges + 1, _number(loss)))
         for synchronizer in synchronizers:
             synchronizer.after_backward()
         reached = [synchronizer for synchronizer in synchronizers if synchronizer.is_reached]
@@ -157,11 +156,10 @@ class Updates:
         if kept := [each for each in self._prepared.synchronizers if each.has_local_gradients]:
             self._all_reduce(kept)
 
-    def tell_of_not_finite(self) -> None:
+    def _tell_of_not_finite(self) -> None:
         """Warn once of the rank whose loss was the first that was not finite, if no rank's is since. Collective."""
-        if self._strategy.world.size == 1 or self._exchanges == self._asked_at or self._has_told:
-            return  # also where a rank goes over a loader alone, without training
-        self._asked_at = self._exchanges
+        if self._has_told:
+            return
         values = torch.stack([loss for _, loss in self._losses]).tolist() if self._losses else [0.0]
         if isfinite(values[-1]):
             self._losses = []
@@ -332,7 +330,7 @@ class Updates:
             # Inputs may be the same where losses are over different parts, such as the nodes of a graph.
             batch = (inputs, self._losses[0][1].item()) if inputs and self._losses else None
             self._has_twins = warn_of_twins(self._strategy, batch)
-        self.tell_of_not_finite()
+        self._tell_of_not_finite()
         prepared.check_known()
         # Within no_sync, each rank's weights may differ for a while, as in sharpness-aware minimization.
         equal = all(each.weights_are_equal for each in prepared.synchronizers) and not self._had_no_sync
@@ -433,3 +431,10 @@ class Updates:
         if not self._batches.has_loader:
             report_phase("training")  # as a loader does; else the phase of a checkpoint would never end
         report_step(self.completed, is_new=is_new)
+
+
+def _number(loss: Tensor) -> Tensor:
+    """Return what is kept of a loss: no view, which would keep all that it is a view of, nor memory of a CUDA graph."""
+    value = loss.detach()
+    is_its_own = not value.dim() and loss._base is None and value.device.type == "cpu"
+    return value if is_its_own else value.sum()

@@ -175,7 +175,7 @@ class _Held(nn.Parameter):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*current(args), **{name: current(value) for name, value in (kwargs or {}).items()})
         if getattr(result, "grad_fn", None) is not None and function is not Tensor.clone:  # which averages begin with
-            _refuse(next(vars(value)["path"] for value in args if isinstance(value, cls)))
+            _refuse(next((vars(value)["path"] for value in args if isinstance(value, cls)), "a parameter"))
         return result
 
     def __getattr__(self, name: str) -> Any:

@@ -95,7 +95,8 @@ def _await_signals(error: BaseException) -> BaseException:
     except Exception as raised:
         raised.__context__ = error
         error = raised
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else its handler would end this hook
+    with suppress(ValueError):  # in another thread, whose hook may call ours
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else its handler would end this hook
     return error
 
 

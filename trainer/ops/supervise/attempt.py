@@ -26,6 +26,8 @@ from trainer.watch.job_folder import WAITS, folder_name, is_ours
 
 _POLL_S = 5.0
 """How often other hosts are asked."""
+_IDLE_S = 600.0
+"""The limit without `--timeout`, from the first heartbeat on."""
 _SUSPICIOUS_S = 15.0
 """After this time without progress, other hosts are asked whether they are there."""
 _LOST = 2
@@ -121,8 +123,9 @@ class Running:
     def idle_s(self) -> float | None:
         """Seconds without any progress, since the launcher's start at first, once that is longer than the timeout."""
         idle, ranks = time.monotonic() - self._attempt.progress_at, self._attempt.ranks.values()
-        is_working = not ranks or any(rank.phase not in (PREEMPTED, DONE) for rank in ranks)
-        return idle if is_working and 0 < self._options.timeout_s < idle else None
+        given = self._options.timeout_s
+        is_working = any(rank.phase not in (PREEMPTED, DONE) for rank in ranks) if ranks else given is not None
+        return idle if is_working and 0 < (_IDLE_S if given is None else given) < idle else None
 
     @property
     def lost(self) -> set[str]:

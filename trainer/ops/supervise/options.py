@@ -36,7 +36,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
     "name": ("--name", str, "NAME", "name of the folder runs/NAME (the script's)"),
     "min_np": ("--min-np", int, "N", "go on with N ranks at least (-np)"),
     "max_restarts": ("--max-restarts", int, "N", "give up after N restarts (%(default)s)"),
-    "timeout_s": ("--timeout", float, "S", "restart after S seconds without any progress; 0: never (%(default).0f)"),
+    "timeout_s": ("--timeout", float, "S", "restart after S seconds without any progress; 0: never (600)"),
     "hang_timeout_s": ("--hang-timeout", float, "S", "restart when ranks wait S seconds for another; 0: never (540)"),
     "wait_for_hosts_s": ("--wait-for-hosts", float, "S", "wait S seconds while hosts are too few (%(default).0f)"),
 }
@@ -56,7 +56,9 @@ class Options:
     min_np: int
     launcher: str = "horovodrun"
     max_restarts: int = 100
-    timeout_s: float = 600.0
+    timeout_s: float | None = None
+    """None counts 600 s from the first rank's heartbeat on, and a number from the launcher's start: a script may never
+    call `trainer.init`, and heartbeats be out of sight, as in a container with a /tmp of its own."""
     wait_for_hosts_s: float = 600.0
     hang_timeout_s: float | None = None
     name: str = ""

@@ -148,7 +148,7 @@ def _idle(attempt: Attempt, idle_s: float) -> Judgement:
     missing = sorted({*range(slots_of(attempt.hosts))} - {*attempt.ranks})
     if missing and all(rank.phase == "joining" for rank in attempt.ranks.values()):
         who = f"not all ranks have (not {', '.join(map(str, missing[:8]))})" if attempt.ranks else "no rank has"
-        hint = "" if attempt.ranks else " (a script that never calls it needs --timeout 0)"
+        hint = "" if attempt.ranks else " (--timeout is for scripts that do, and with a /tmp that this process sees)"
         return _hung(attempt, f"no progress for {idle_s:.0f} s: {who} come to trainer.init{hint}", ())
     place = {number: (rank.updates, rank.reports) for number, rank in sorted(attempt.ranks.items())}
     oldest = min(place.values())
