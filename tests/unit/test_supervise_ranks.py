@@ -57,6 +57,15 @@ def test_a_job_hangs_once_no_working_rank_has_reported_progress(
     assert (running.idle_s is not None) == is_idle
 
 
+def test_without_a_timeout_of_ones_own_ranks_out_of_sight_are_not_idle(attempt: Attempt) -> None:
+    options = Options(np=2, hosts=HOSTS, min_np=1, command=("true",))
+    running, now = Running(attempt, "job", options, Signals((), ())), time.monotonic()
+    attempt.progress_at = now - 1000
+    assert running.idle_s is None
+    running.note("localhost", heartbeat(0, os.getpid(), progress_s=now - 1000))
+    assert running.idle_s is not None
+
+
 def test_a_host_that_stops_to_answer_is_lost(
     running: Running, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
