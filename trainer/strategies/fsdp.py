@@ -84,7 +84,8 @@ class FSDPStrategy(DDPStrategy):
             first, second = self._parts[numbers[0]], self._parts[numbers[other]]
             raise TrainerError(
                 f"rank 0 calls {first} where rank {other} calls {second}, and under strategy 'fsdp' all ranks call the "
-                "same blocks in the same order; name blocks that each rank always calls, as FsdpConfig(blocks=(…))"
+                "same blocks and collectives in the same order; where a model leaves blocks out, name those that each "
+                "rank always calls, as FsdpConfig(blocks=(…))"
             )
 
     def prepare(self, model: nn.Module, parameters: NamedParameters, config: RunConfig) -> Synchronizer:
