@@ -185,7 +185,7 @@ HOROVOD = HorovodInternalError("Horovod has been shut down.")
 
 
 def chained(error: BaseException, other: BaseException, *, is_cause: bool = False) -> BaseException:
-    """Return an error that was raised while another one was handled, with a traceback as it comes."""
+    """Return `other` as Python raises it within the `except` of `error`, with its traceback."""
     try:
         try:
             raise error

@@ -96,8 +96,8 @@ class Batches(Observer):
         return self.current.count if self.has_loader else 1
 
     def drawn(self, loader: Loader, step: Step) -> None:
-        if threading.get_ident() == self._thread:  # an evaluation's iterator may be kept for later
-            self.evaluated(loader, None)
+        if self._evaluated is not None and threading.get_ident() == self._thread:
+            self.evaluated(loader, None)  # an evaluation's iterator may be kept for later
         self.has_loader = True
         self.draws += 1
         self.update += self.current.closes_update
