@@ -19,9 +19,9 @@ from trainer.checkpoint.run.contents import Contents
 from trainer.cluster.output import print_line
 from trainer.config import CheckpointConfig, RunConfig, RunSettings, settings_from
 from trainer.data.base import NOT_GIVEN, CommonOptions, Loader, is_stream
-from trainer.data.given import arguments_from, generators_of
+from trainer.data.given import arguments_from
 from trainer.data.loader import ShardedLoader
-from trainer.data.order import Drawn, DrawnBatches
+from trainer.data.order import Drawn, DrawnBatches, generators_of
 from trainer.data.shard_plan import mix_seeds
 from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError, TrainerError
@@ -214,8 +214,8 @@ class Run:
 
     def _loader_of(self, given: DataLoader[Any], *, training: bool, per_rank: bool) -> Loader:
         """Return the loader that takes a DataLoader's place, and print what a batch is."""
-        ranks, held = self.world_size, generators_of(given)
-        if any(held & generators_of(other) for other in self._given if other is not given):
+        ranks, held = self.world_size, {*generators_of(given)}
+        if any(held & {*generators_of(other)} for other in self._given if other is not given):
             raise ConfigError("two DataLoaders draw by one torch.Generator; give each its own, so that each can go on")
         self._given.add(given)
         loader = self.loader(**arguments_from(given, ranks=ranks, training=training, per_rank=per_rank))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -15,7 +14,7 @@ from torch.utils.data import (
 )
 
 from trainer.data.base import OPTIONS, is_stream
-from trainer.data.order import OwnOrder, generators_in
+from trainer.data.order import OwnOrder, generators_of
 from trainer.errors import ConfigError
 
 
@@ -65,14 +64,8 @@ def _order_from(loader: DataLoader[Any], sampler: Any) -> dict[str, Any]:
     is_whole = length == len(loader.dataset)  # type: ignore[arg-type]  # it is no stream
     if type(sampler) is SequentialSampler and is_whole:
         return {"shuffle": False}
-    is_plain = type(sampler) is RandomSampler and not sampler.replacement and not generators_in(sampler)
+    is_plain = type(sampler) is RandomSampler and not sampler.replacement and not generators_of(loader)
     return {"shuffle": True} if is_plain and is_whole else {"sampler": _own(loader, sampler)}
-
-
-def generators_of(loader: DataLoader[Any]) -> set[torch.Generator]:
-    """Return the generators by which a DataLoader draws its order."""
-    drawn_by = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    return {*generators_in(drawn_by), *([loader.generator] if loader.generator is not None else [])}
 
 
 def _changed_methods(kind: type) -> str:
@@ -83,4 +76,4 @@ def _changed_methods(kind: type) -> str:
 
 
 def _own(loader: DataLoader[Any], sampler: Any) -> Any:
-    return OwnOrder(loader, sampler) if loader.generator is not None or generators_in(sampler) else sampler
+    return OwnOrder(loader, sampler) if generators_of(loader) else sampler

@@ -238,8 +238,7 @@ class OwnOrder:
 
     def __init__(self, loader: DataLoader[Any], sampler: Any) -> None:
         self.sampler, self._generator, self._persists = sampler, loader.generator, loader.persistent_workers
-        held = [*generators_in(sampler), *([self._generator] if self._generator is not None else [])]
-        self._generators = list({id(generator): generator for generator in held}.values())
+        self._generators = generators_of(loader)
         self._has_begun = False
         self._at_start: dict[str, Any] | None = None
 
@@ -270,10 +269,11 @@ def _name(sampler: Any) -> str:
     return type(sampler.sampler if isinstance(sampler, OwnOrder) else sampler).__name__
 
 
-def generators_in(sampler: Any) -> list[torch.Generator]:
-    """Return the generators of PyTorch that a sampler holds, or a sampler within it."""
-    held = (value for inner in samplers_in(sampler) for value in _held_by(inner).values())
-    return [value for value in held if isinstance(value, torch.Generator)]
+def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Return the generators of PyTorch by which a DataLoader draws its order, always in the same order."""
+    samplers = samplers_in(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    held = [value for sampler in samplers for value in _held_by(sampler).values()]
+    return list(dict.fromkeys(value for value in (*held, loader.generator) if isinstance(value, torch.Generator)))
 
 
 def samplers_in(sampler: Any) -> list[Any]:
