@@ -159,20 +159,31 @@ def test_mistakes_in_options_are_one_line(args: str, line: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
-def test_the_caller_is_told_which_rank_failed_first(tmp_path: Path) -> None:
-    (tmp_path / "rank.sh").write_text(
-        'test -z "$HOROVOD_FAILED_RANK_FD" || exit 9\n[ $HOROVOD_RANK = 1 ] && kill -KILL $$; exec sleep 30\n'
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("ending", "exit_code", "line"),
+    [("kill -KILL $$", 137, "was ended by signal 9 (Killed)"), ("exit 3", 3, "ended with exit code 3")],
+)
+def test_which_rank_failed_over_mpi_is_one_line(tmp_path: Path, ending: str, exit_code: int, line: str) -> None:
+    script = "printf 'of \\377 a rank' >&2\n[ $OMPI_COMM_WORLD_RANK = 1 ] && " + ending + "; exec sleep 30\n"
+    (tmp_path / "rank.sh").write_text(script)
+    done = subprocess.run(
+        [sys.executable, HOROVODRUN, "--mpi", "-np", "2", "sh", str(tmp_path / "rank.sh")],
+        capture_output=True,
+        timeout=60,
     )
-    with (tmp_path / "told").open("w+") as told:
-        done = subprocess.run(
-            [sys.executable, HOROVODRUN, "--gloo", "-np", "3", "sh", str(tmp_path / "rank.sh")],
-            env={**os.environ, "HOROVOD_FAILED_RANK_FD": str(told.fileno())},
-            pass_fds=[told.fileno()],
-            capture_output=True,
-            timeout=60,
-        )
-        told.seek(0)
-        assert (done.returncode, told.read()) == (137, "1\n"), done.stderr
+    assert done.returncode == exit_code
+    assert done.stderr.count(b"of \xff a rank") == 2
+    assert re.search(rf"horovodrun: rank 1 (on \S+ )?{re.escape(line)}\n".encode(), done.stderr)
+    assert b"-----" not in done.stderr
+
+
+@pytest.mark.parametrize("content", [b"\xffworker", b"\x00\x01\n"])
+def test_a_hostfile_that_is_no_text_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "hosts").write_bytes(content)
+    done = launch("-np", "2", "-hostfile", str(tmp_path / "hosts"), "true")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith(f"horovodrun: hostfile {tmp_path / 'hosts'}")
 
 
 @pytest.mark.distributed

@@ -155,8 +155,15 @@ def _set_hosts(args: argparse.Namespace) -> None:
     if args.hosts is not None and not args.hosts.strip():
         raise ValueError(f"-H names no host; {_SLOTS}")
     if not args.hosts:
-        args.hosts = hosts.parse_host_files(args.hostfile) if args.hostfile else f"localhost:{args.num_proc}"
+        args.hosts = _hosts_in(args.hostfile) if args.hostfile else f"localhost:{args.num_proc}"
     args.hosts = re.sub(r"\s*([:,])\s*", r"\1", args.hosts.strip())
+
+
+def _hosts_in(hostfile: str) -> str:
+    try:
+        return str(hosts.parse_host_files(hostfile))
+    except UnicodeDecodeError:
+        raise ValueError(f"hostfile {hostfile} is not text; its lines look like worker-0 slots=2") from None
 
 
 def _check_slots(args: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -26,9 +26,6 @@ from horovod.runner.util import output, remote_exec, route, supervise
 from horovod.runner.util.network import get_local_host_addresses, resolve_host_address
 from horovod.runner.util.remote import get_remote_command
 from horovod.runner.util.threads import execute_function_multithreaded, in_thread
-
-FAILED_RANK_FD = "HOROVOD_FAILED_RANK_FD"
-"""Names a descriptor to which the caller wants written which rank failed first. Exit codes do not say it."""
 
 
 class RankFailedError(RuntimeError):
@@ -64,10 +61,7 @@ class Job:
     """Set when a rank has failed, which ends the others."""
 
     def __post_init__(self) -> None:
-        # The descriptor is this process's, so its number means nothing to the ranks.
-        self.failed_rank_fd = os.environ.pop(FAILED_RANK_FD, None)
-        exported = {name for name in self.env if env_util.is_exportable(name)} - {FAILED_RANK_FD}
-        self.env = {name: self.env[name] for name in exported}
+        self.env = {name: value for name, value in self.env.items() if env_util.is_exportable(name)}
 
     @property
     def is_ending(self) -> bool:
@@ -122,9 +116,6 @@ def run_rank(job: Job, slot: Any, variables: Mapping[str, str]) -> tuple[int, fl
     if exit_code:
         if not job.is_ending:
             output.print_if_read(f"Terminating remaining workers after failure of Process {slot.rank}.")
-            if job.failed_rank_fd is not None:
-                with suppress(OSError):
-                    os.write(int(job.failed_rank_fd), f"{slot.rank}\n".encode())
         job.failed.set()
     return exit_code, time.time()
 

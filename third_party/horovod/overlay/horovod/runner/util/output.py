@@ -12,12 +12,19 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TextIO
+from typing import IO, TextIO
 
 # A line that has no end is passed on in pieces of this length.
 LONGEST_LINE = 2**20
 # Lines of several ranks go to one file, each whole.
 _FILE_LOCKS: dict[int, threading.Lock] = {}
+# What mpirun frames when a rank has failed, and a frame that has begun. Whatever else it frames is passed on.
+_FRAME = re.compile(rb"^-{74}\n(?:Primary job|mpirun (?:detected|noticed) that).*?^-{74}\n", re.MULTILINE | re.DOTALL)
+_BEGUN = re.compile(
+    rb"^-{1,74}\Z|^-{74}\n(?:Primary job|mpirun (?:detected|noticed) that|[^\n-]{0,20}\Z).*\Z", re.MULTILINE | re.DOTALL
+)
+_KILLED = re.compile(rb"process rank (\d+) .*?on node (\S+) exited on (signal \d+ \([^)]*\))", re.DOTALL)
+_FAILED_WITH = re.compile(rb"Process name: \[.*,(\d+)\]\s+Exit code: +(\d+)")
 # Names of the streams that could not be written, which is told once.
 _FAILED: set[str] = set()
 
@@ -114,3 +121,25 @@ def prefix_connection(
         if not read:
             break
     source.close()
+
+
+def pass_on_without_frames(source: IO[bytes]) -> None:
+    """Pass mpirun's stderr on, to its end, with a line of our own in place of its frames about a rank that failed."""
+    unread = threading.Event()
+    kept = b""
+    with source:
+        while not unread.is_set() and (read := os.read(source.fileno(), 65536)):
+            kept = _FRAME.sub(_line_for, kept + read)
+            begun = _BEGUN.search(kept)
+            end = begun.start() if begun and len(kept) < LONGEST_LINE else len(kept)
+            _forward_or_tell(sys.stderr, kept[:end], unread.set)
+            kept = kept[end:]
+    _forward_or_tell(sys.stderr, kept, unread.set)
+
+
+def _line_for(frame: re.Match[bytes]) -> bytes:
+    if killed := _KILLED.search(frame[0]):
+        return b"horovodrun: rank %b on %b was ended by %b\n" % killed.groups()
+    if failed := _FAILED_WITH.search(frame[0]):
+        return b"horovodrun: rank %b ended with exit code %b\n" % failed.groups()
+    return b""
