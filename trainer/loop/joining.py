@@ -27,6 +27,8 @@ from trainer.watch import start as hang
 from trainer.watch.failure import end_process, report_failures
 from trainer.watch.heartbeat import LOST_PEER, report_failure, report_join, report_phase
 
+_TRIED = ("2.10", "2.15")
+"""The oldest and the newest PyTorch that all checks of docs/install.md have passed on."""
 _UNCONNECTED_S = 20.0
 """Seconds without a connection between the ranks, after which rank 0 says that it waits."""
 _UNCONNECTED = (
@@ -88,6 +90,13 @@ def _print_first_line(strategy: Strategy, hosts: Sequence[str]) -> None:
         per_host = ", ".join(f"{host}: {ranks}" for host, ranks in Counter(hosts).items())
         ranks = f"{len(hosts)} ranks on {per_host}; " if len(hosts) > 1 else ""
         print_line(f"trainer: {ranks}{strategy.description}", sys.stderr)
+        oldest, newest = _TRIED
+        minor = ".".join(torch.__version__.split(".")[:2])
+        if minor != newest and not oldest <= torch.__version__ < newest:
+            print_line(
+                f"trainer: PyTorch {torch.__version__} was never tried with this version; {oldest} to {newest} were",
+                sys.stderr,
+            )
 
 
 @contextmanager
@@ -125,10 +134,7 @@ def _with_usable_device(strategy: str, world: World, config: RunConfig) -> World
     if world.device.type == "cpu":
         reason = f"this host has {gpus} GPU{'s' * (gpus > 1)} for {world.local_size} ranks; {SHARING_HINT}"
     elif choose_strategy(strategy, world) == "horovod" and not has_nccl():
-        reason = (
-            "this Horovod was built without NCCL (rebuild it with nvcc on the PATH: "
-            "`python scripts/install/build_horovod.py --gpu nccl`)"
-        )
+        reason = "this Horovod was built without NCCL (docs/install.md says how to compile it with)"
     if reason is None:
         return world
     if world.is_root:

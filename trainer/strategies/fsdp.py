@@ -35,6 +35,8 @@ from trainer.strategies.gradients import NamedParameters, Synchronizer, foreign_
 from trainer.watch.heartbeat import waits
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
+# PyTorch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # These optimizers need whole vectors or matrices, or operations that DTensor does not have.
 _NOT_SHARDED = (LBFGS, Rprop, Adafactor)
 
@@ -68,7 +70,7 @@ class FSDPStrategy(DDPStrategy):
         self._order_group = self._order_group or dist.new_group(backend="gloo")
         self._compare_parts()
         numbers = torch.empty(self.world.size, dtype=torch.int64)
-        work = dist.all_gather_single(numbers, torch.tensor([part]), group=self._order_group, async_op=True)
+        work = _all_gather(numbers, torch.tensor([part]), group=self._order_group, async_op=True)
         self._agreeing = work, numbers, part
         if self.world.device.type == "cpu":
             self._compare_parts()
@@ -214,7 +216,7 @@ class _AgreedGather:
 
     def __call__(self, **options: Any) -> Any:
         self.agree()
-        return dist.all_gather_single(**options)
+        return _all_gather(**options)
 
 
 class EvaluationPasses(Observer):

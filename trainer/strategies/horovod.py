@@ -60,8 +60,8 @@ class HorovodStrategy(Strategy):
         self._statistics = itertools.count()
         if world.device.type == "cuda" and not hvd.nccl_built():
             raise ConfigError(
-                "this Horovod was built without NCCL, but this host has a GPU; rebuild it with "
-                "`python scripts/install/build_horovod.py --gpu nccl`, or train on the CPU (device 'cpu')"
+                "this Horovod was built without NCCL, but this host has a GPU; compile it anew with "
+                "HOROVOD_GPU_OPERATIONS=NCCL (docs/install.md), or train on the CPU (device 'cpu')"
             )
         hvd.init()
         if (hvd.rank(), hvd.size()) != (world.rank, world.size):
@@ -188,13 +188,12 @@ def _import_horovod() -> Any:
         if other is not None:
             raise ConfigError(f"{other.__file__} is imported in place of the package horovod; rename it") from None
         raise ConfigError(
-            f"strategy 'horovod' needs Horovod ({error}); install it with "
-            "`python scripts/install/build_horovod.py`, or take strategy 'ddp' under torchrun"
+            f"strategy 'horovod' needs Horovod ({error}); docs/install.md says how to install it; "
+            "or take strategy 'ddp' under torchrun"
         ) from None
     if not hasattr(hvd, "init"):
         # Horovod only prints a warning when its native library does not load.
         raise ConfigError(
-            "Horovod's native library does not load in this environment; build it anew with "
-            "`python scripts/install/build_horovod.py`"
+            "Horovod's native library does not load in this environment; compile it anew, as docs/install.md has it"
         )
     return hvd
