@@ -62,10 +62,9 @@ def test_an_editors_container_is_of_the_cpu_image() -> None:
     container = json.loads(file.read_text())
     build = container["build"]
     assert (file.parent / build["context"]).resolve() == ROOT
-    text = (file.parent / build["dockerfile"]).read_text()
     lines = [f"--shell /bin/bash {container['remoteUser']} ", f"WORKDIR {container['workspaceFolder']}\n"]
     for line in (*lines, *(f"ARG {name}=" for name in build["args"])):
-        assert line in text, line
+        assert line in (file.parent / build["dockerfile"]).read_text(), line
 
 
 def test_an_audit_that_could_not_ask_is_no_good_news(capsys: pytest.CaptureFixture[str]) -> None:
