@@ -118,11 +118,11 @@ lint: setup  ## Check style, types, imports between modules, Dockerfiles and job
 docs: setup  ## Build the manual as a site in site/, with search and reference
 	@$(IN_VENV) python scripts/manual.py
 
-bench: setup  ## Compare with plain Horovod, DDP, Fabric, Accelerate and the machine's limit: tables, and bench.json
+bench: setup  ## Compare with plain Horovod, DDP, Fabric, Accelerate and the machine's limit: the table and picture of docs/results.md
 	@$(IN_VENV) python scripts/install/peers.py
 	@$(IN_VENV) python benchmarks/compare.py --data-dir "$(DATA_DIR)" $(ARGS)
 
-accuracy: setup  ## Train the default recipe for seeds 0-4 on 1, 2 and 4 processes: the table of docs/performance.md
+accuracy: setup  ## Train the default recipe for seeds 0-4 on 1, 2 and 4 processes: the figures of docs/results.md
 	@$(IN_VENV) python benchmarks/accuracy.py --data-dir "$(DATA_DIR)" $(ARGS)
 
 check-gpu: setup  ## On a machine with GPUs: run tests/gpu, then train over NCCL and through DDP; tables

@@ -8,6 +8,8 @@ to one core, and on two (4 and 8 by an option), with one thread per rank. They t
 runs in reverse order. The first epoch of each run is discarded. Evaluation is not counted. The limit on several ranks
 is the same loop without the exchange of gradients: ranks that compute side by side.
 
+Prints the table of docs/results.md. Draws it beside the file of `--json`, as .svg.
+
 Exits with code 1 when a run failed or trained wrongly.
 """
 
@@ -23,7 +25,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import results
+from benchmarks import pictures, results
 from benchmarks.contestants import CONTESTANTS, ON_DDP, Run, RunSettings, differing_losses, start
 from benchmarks.launching import has_peers
 from benchmarks.machine import describe_machine, load
@@ -111,9 +113,9 @@ def main() -> int:
     content = {"machine": machine, "problems": problems, "runs": [asdict(run) for run in runs]}
     args.json.write_text(json.dumps(content, indent=2) + "\n")
     print(", ".join(f"{name} {fact}" for name, fact in machine.items()))
-    for network in args.networks:
-        if of_network := [run for run in runs if run.network == network]:
-            print(f"\n{network} network\n\n{results.table(of_network)}")
+    table = results.table(runs)
+    args.json.with_suffix(".svg").write_text(pictures.draw(table))
+    print(f"\n{table}\n")
     print("\n".join(f"FAILED: {problem}" for problem in problems))
     return 1 if problems else 0
 

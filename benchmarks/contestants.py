@@ -46,13 +46,13 @@ class Contestant:
 def _loops(network: str) -> dict[str, Contestant]:
     """Return the loops of loops.py, which train any network."""
     loops = {
-        OURS: ("loop on the trainer's handle (ours)", "horovodrun"),
-        "tuned": ("hand-written Horovod loop, tuned settings", "horovodrun"),
-        "horovod": ("hand-written Horovod loop, default settings", "horovodrun"),
-        DDP: ("hand-written DDP loop, Gloo", "torchrun"),
-        "fabric": ("Lightning Fabric, ddp", "peers"),
+        OURS: ("ours", "horovodrun"),
+        "tuned": ("Horovod by hand, tuned", "horovodrun"),
+        "horovod": ("Horovod by hand, defaults", "horovodrun"),
+        DDP: ("DDP by hand", "torchrun"),
+        "fabric": ("Lightning Fabric", "peers"),
         "accelerate": ("Accelerate", "peers"),
-        LIMIT: ("limit: compute without exchange", "torchrun"),
+        LIMIT: ("limit", "torchrun"),
     }
     return {
         name: Contestant(
@@ -67,12 +67,12 @@ CONTESTANTS: Mapping[str, Mapping[str, Contestant]] = {
     TUTORIAL: {
         **_loops(TUTORIAL),
         OURS: Contestant(
-            title="trainer (ours)",
+            title="ours",
             script="examples/mnist.py",
             options=(*_EXAMPLE, "--no-channels-last", "--warmup-epochs", "1", "--decay", "none", "--dataset", "mnist"),
         ),
         "plain": Contestant(
-            title="plain Horovod example, DataLoader",
+            title="plain Horovod example",
             script="examples/mnist_plain.py",
             options=_EXAMPLE,
             same_losses=False,

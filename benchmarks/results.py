@@ -15,7 +15,10 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.contestants import CONTESTANTS, LIMIT, OURS, Run
 
-_HEAD = "| contestant | ranks | s/epoch, median | min – max | of the limit | × ours' time |\n|---|---|---|---|---|---|"
+_HEAD = (
+    "| an epoch of | ours, s | best peer, s | ours / best peer | limit, s | of the limit | others |\n"
+    "|---|---|---|---|---|---|---|"
+)
 
 
 def epoch_seconds(run: Run) -> float:
@@ -25,23 +28,30 @@ def epoch_seconds(run: Run) -> float:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Return a network's table in Markdown: a row for each number of ranks and contestant, over all rounds."""
-    lines = [_HEAD]
-    for ranks in sorted({run.ranks for run in runs}):
-        of_ranks = [run for run in runs if run.ranks == ranks and run.problem is None]
-        seconds = {
-            name: {run.round: epoch_seconds(run) for run in of_ranks if run.contestant == name}
-            for name in CONTESTANTS[runs[0].network]
-        }
-        for name, by_round in seconds.items():
-            if by_round:
-                values = by_round.values()
-                of_limit, to_ours = _ratio(seconds[LIMIT], by_round), _ratio(by_round, seconds[OURS])
-                cells = [CONTESTANTS[runs[0].network][name].title, str(ranks), f"{statistics.median(values):.2f}"]
-                cells += [f"{min(values):.2f} – {max(values):.2f}", f"{100 * of_limit:.0f} %" if of_limit else ""]
-                cells += [f"{to_ours:.2f}" if to_ours else ""]
-                lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    """Return a table as docs/results.md has it: a row for each network and number of ranks, over all rounds."""
+    rows: dict[tuple[str, int], dict[str, dict[int, float]]] = {}
+    for run in runs:
+        if run.problem is None:
+            of_row = rows.setdefault((run.network, run.ranks), {})
+            of_row.setdefault(run.contestant, {})[run.round] = epoch_seconds(run)
+    return "\n".join([_HEAD, *(f"| {' | '.join(_cells(*key, seconds))} |" for key, seconds in rows.items())])
+
+
+def _cells(network: str, ranks: int, seconds: Mapping[str, Mapping[int, float]]) -> list[str]:
+    ours, limit = seconds.get(OURS, {}), seconds.get(LIMIT, {})
+    medians = {name: statistics.median(by_round.values()) for name, by_round in seconds.items()}
+    peers = sorted(medians.keys() - {OURS, LIMIT}, key=medians.__getitem__)
+    named = [f"{medians[name]:.2f} {CONTESTANTS[network][name].title}" for name in peers]
+    to_best, of_limit = _ratio(ours, seconds[peers[0]]) if peers else None, _ratio(limit, ours)
+    return [
+        f"{network}, {ranks} rank{'s' * (ranks > 1)}",
+        f"{medians[OURS]:.2f} ({min(ours.values()):.2f} – {max(ours.values()):.2f})" if ours else "",
+        named[0] if named else "",
+        f"{to_best:.2f}" if to_best else "",
+        f"{medians[LIMIT]:.2f}" if limit else "",
+        f"{100 * of_limit:.0f} %" if of_limit else "",
+        ", ".join(named[1:]),
+    ]
 
 
 def _ratio(over: Mapping[int, float], under: Mapping[int, float]) -> float | None:

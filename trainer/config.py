@@ -226,7 +226,7 @@ class TrainerConfig(RunConfig):
     """Decay of the learning rate after the warm-up; None takes cosine where the rate is scaled."""
     channels_last: bool = False
     """Keep 4-D inputs and the weights of 2-D convolutions in NHWC order, which convolutions on GPUs under bf16 and fp16
-    prefer, and those on the CPUs of docs/performance.md in fp32, too. The weights keep this order after the training.
+    prefer, and those on the CPUs of docs/results.md in fp32, too. The weights keep this order after the training.
 
     Under strategy "fsdp", which shards rows, the weights keep their order.
     """

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 
-from benchmarks import preemptions
+from benchmarks import pictures, preemptions, results
 from benchmarks.chaos_job import record_type
 from benchmarks.chaos_records import Result, Start, problems_of, read_starts
 from benchmarks.common import Report
@@ -55,6 +55,21 @@ def test_exact_contestants_must_share_their_losses() -> None:
     four = make_run("ours", 4, 0, 1.0)
     assert differing_losses([four, make_run("ddp", 4, 0, 1.0, losses=[1.0, 0.5002])]) == []  # of sums in another order
     assert len(differing_losses([four, make_run("ddp", 4, 0, 1.0, losses=[1.0, 0.51])])) == 1
+
+
+def test_the_table_is_that_of_the_page_of_results() -> None:
+    seconds = {"ours": (2.0, 4.0), "tuned": (2.0, 2.0), "ddp": (4.0, 5.0), "limit": (1.0, 3.0)}
+    runs = [make_run(name, 2, number, of[number]) for number in range(2) for name, of in seconds.items()]
+    head, rule, row = results.table(runs).splitlines()
+    assert f"\n{head}\n{rule}\n" in pictures.PAGE.read_text()
+    peers = "2.00 Horovod by hand, tuned | 1.50 | 2.00 | 62 % | 4.50 DDP by hand"
+    assert row == f"| tutorial, 2 ranks | 3.00 (2.00 – 4.00) | {peers} |"
+
+
+def test_the_pictures_show_the_figures_of_the_page() -> None:
+    drawn = pictures.of_page(pictures.PAGE.read_text())
+    assert len(drawn) == 5
+    assert {path: (pictures.PAGE.parent / path).read_text() for path in drawn} == drawn, "run benchmarks/pictures.py"
 
 
 def test_the_loops_learning_rate_is_the_librarys() -> None:

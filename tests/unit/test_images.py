@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import py_compile
 import re
 import subprocess
@@ -54,6 +55,16 @@ def test_every_image_from_outside_that_something_is_built_on_has_a_digest() -> N
         for image in named:
             assert re.match(OURS, image) or re.search(r":[\w.-]+@sha256:[0-9a-f]{64}$", image), f"{file}: FROM {image}"
     assert set(images["Dockerfile.gpu"]) == set(bases.pinned((ROOT / "Dockerfile").read_text()))
+
+
+def test_an_editors_container_is_of_the_cpu_image() -> None:
+    file = ROOT / ".devcontainer" / "devcontainer.json"
+    container = json.loads(file.read_text())
+    build = container["build"]
+    assert (file.parent / build["context"]).resolve() == ROOT
+    lines = [f"--shell /bin/bash {container['remoteUser']} ", f"WORKDIR {container['workspaceFolder']}\n"]
+    for line in (*lines, *(f"ARG {name}=" for name in build["args"])):
+        assert line in (file.parent / build["dockerfile"]).read_text(), line
 
 
 def test_an_audit_that_could_not_ask_is_no_good_news(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ Horovod's own defaults lose to DistributedDataParallel on small models. The caus
 * Gradients are copied together into messages of up to 128 MB, which are sent when the copying is done. Between ranks
   of one host a further message costs less than the copy, so a large gradient is better sent from where it is.
 
-The measurements behind the choices are in docs/performance.md.
+The measurements behind the choices are in docs/results.md.
 """
 
 from __future__ import annotations
