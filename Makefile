@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-run run test test-all test-fast test-jobs test-security fuzz test-docker test-docker-all containers image image-gpu image-gpu-if-changed image-arm64 image-oci audit bases lint docs bench accuracy check-gpu wheels lock clean
+.PHONY: help setup setup-run run test test-all test-fast test-jobs test-security test-versions fuzz test-docker test-docker-all containers image image-gpu image-gpu-if-changed image-arm64 image-oci audit bases lint docs bench accuracy check-gpu wheels lock clean
 
 NP ?= 2
 EPOCHS ?= 1
@@ -63,6 +63,9 @@ test-jobs: setup  ## Run the tests that start jobs, those of `make test` that `m
 
 test-security: setup  ## Attack the ports of jobs, also with both published exploits; minutes
 	@$(IN_VENV) python -m pytest tests/security $(ARGS)
+
+test-versions: setup  ## Try other versions of PyTorch and Python: the table of docs/install.md; 6 GB and half an hour for each
+	@$(IN_VENV) python scripts/install/versions.py $(ARGS)
 
 fuzz: setup  ## Send a hundred thousand inputs to each parser of what others may write; takes long
 	@$(IN_VENV) FUZZ_INPUTS=100000 python -m pytest --timeout 0 -n auto tests/security/test_fuzz.py $(ARGS)

@@ -6,12 +6,13 @@ import json
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import BIN, run_job
+from tests.distributed.harness import BIN, ROOT, run_job
 
 RANK_LINE = (
     "import horovod.torch as hvd; hvd.init(); print(f'rank {hvd.rank()} of {hvd.size()} mpi={hvd.mpi_enabled()}')"
@@ -39,6 +40,33 @@ def test_both_controllers_start_for_an_ordinary_user(controller: str) -> None:
         shutil.rmtree(home)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("of 2 mpi=") == 2
+
+
+def test_another_pytorch_than_the_compiled_one_is_named_before_the_library_is_loaded() -> None:
+    script = (
+        "import torch; torch.__version__ = torch.torch_version.TorchVersion('2.99.0')\n"
+        "import trainer; trainer.init('horovod', device='cpu')"
+    )
+    outcome = run_job("python", 1, ["-c", script])
+    assert outcome.code == 1
+    assert "this Horovod was compiled against PyTorch 2." in outcome.output
+    assert "and PyTorch here is 2.99.0; compile it anew with pip install" in outcome.output
+    assert "Traceback" not in outcome.output
+
+
+def test_horovods_build_names_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "version.txt").write_text("0.28.1+trainer.1")
+    shutil.copy(ROOT / "third_party/horovod/overlay/setup.py", tmp_path)
+    without = (
+        "import importlib.metadata as metadata, runpy, sys\n"
+        "def version(name): raise metadata.PackageNotFoundError(name)\n"
+        "metadata.version, sys.argv = version, ['setup.py', 'egg_info']\n"
+        "runpy.run_path('setup.py')"
+    )
+    command = [sys.executable, "-c", without]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "horovod: PyTorch is not installed here" in done.stderr.splitlines()[-1]
 
 
 def test_a_scripts_own_options_reach_it_whatever_they_begin_with() -> None:
