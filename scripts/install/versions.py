@@ -11,6 +11,7 @@ the checkpoints'. Prints a row of the table for each.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("versions", nargs="*", default=VERSIONS, metavar="TORCH:PYTHON", help="default: %(default)s")
     add_upstream(parser)
     options = parser.parse_args()
+    os.environ.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")  # of several indexes, as pip has it
     print("| PyTorch | Python | Horovod | checks |\n|---|---|---|---|", flush=True)
     failed = False
     for version in options.versions:
