@@ -16,7 +16,7 @@ from pathlib import Path
 
 _PLAIN_INTERVAL_S = 15.0
 _TERMINAL_INTERVAL_S = 0.5
-_PERCENT = re.compile(rb"^\[ *(\d+)%\]")  # what Ninja prints before each step, by the build's NINJA_STATUS
+_PERCENT = re.compile(rb"^ *\[ *(\d+)%\]")  # what Ninja prints before each step, by the build's NINJA_STATUS
 
 
 class SetupError(Exception):

@@ -28,4 +28,4 @@ if [ -z "$python" ]; then
         'sudo apt-get install python3.11 python3.11-venv python3.11-dev' >&2
     exit 1
 fi
-exec "$python" "$here/setup.py" "$@"
+exec "$python" "$here/environment.py" "$@"

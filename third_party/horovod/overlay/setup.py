@@ -30,7 +30,7 @@ RUNPATH = ";".join(
 )
 
 
-class BuildLibrary(build_ext):
+class BuildLibrary(build_ext):  # type: ignore[misc]  # setuptools has no types
     """Has CMake compile Horovod's one library."""
 
     def run(self) -> None:

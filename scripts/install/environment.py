@@ -1,7 +1,7 @@
 """Makes .venv ready: the locked packages, Horovod with our patches, and this project, editable.
 
-    python scripts/install/setup.py                # for everything
-    python scripts/install/setup.py --for run      # without what only tests and checks need, as for `make run`
+    python scripts/install/environment.py              # for everything
+    python scripts/install/environment.py --for run    # without what only tests and checks need, as for `make run`
 
 The Makefile calls it before everything else. When nothing that it installs from has changed since the last
 time, it returns at once. Only the standard library: nothing is installed yet when it runs.
