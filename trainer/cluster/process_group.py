@@ -19,7 +19,7 @@ from trainer.cluster.environment import set_default
 from trainer.cluster.launchers import LAUNCHERS
 from trainer.cluster.network import address_toward_master, choose_gloo_interface, gloo_on_loopback
 from trainer.cluster.output import warn
-from trainer.cluster.rendezvous import Rendezvous, init_process_group
+from trainer.cluster.rendezvous import init_process_group
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
 
@@ -59,9 +59,7 @@ def join_group(world: World) -> tuple[dist.ProcessGroup | None, Callable[[], Non
         choose_gloo_interface(address_toward_master(is_one_host=world.local_size == world.size))
         dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
     else:
-        rendezvous = Rendezvous(world)
-        init_process_group(backend, world, rendezvous, timeout=_TIMEOUT)
-        rendezvous.close()
+        init_process_group(backend, world, timeout=_TIMEOUT)
     return None, _leave
 
 
