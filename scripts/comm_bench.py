@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import statistics
 import sys
 import time
@@ -40,7 +41,6 @@ from trainer.cluster.output import print_line
 from trainer.cluster.process_group import join_group
 from trainer.cluster.world import World, current_world
 from trainer.errors import ConfigError
-from trainer.files import check_writable
 from trainer.tuning import tune
 from trainer.tuning.host import share_machine
 from trainer.watch.failure import report_failures
@@ -59,8 +59,8 @@ def main() -> int:
     report_failures()
     options = _parse_options()
     world = current_world(options.device)
-    for file in filter(None, (options.json, options.plot) if world.is_root else ()):
-        check_writable(file)
+    if world.is_root:
+        _check_folders(options)
     tune(world)
     torch.set_num_threads(1)
     _, leave = join_group(world)
@@ -145,6 +145,13 @@ def _measure_size(name: str, transport: Transport, size: int, world: World, opti
         wrong=sum(_all_gather(wrong)),
         bytes_sent=None if None in counts else statistics.mean(counts),
     )
+
+
+def _check_folders(options: argparse.Namespace) -> None:
+    """Raise `ConfigError` before the measurement if its results cannot be written."""
+    for file in filter(None, (options.json, options.plot)):
+        if not os.access(file.absolute().parent, os.W_OK):
+            raise ConfigError(f"{file} cannot be written; valid is a file in a folder that is there")
 
 
 def _all_gather(value: Any) -> list[Any]:

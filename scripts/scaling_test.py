@@ -21,6 +21,7 @@ import argparse
 import importlib.util
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -38,7 +39,6 @@ from scaling.results import Results
 from scaling.runs import Run
 
 from trainer.errors import TrainerError
-from trainer.files import check_writable
 from trainer.ops.processes import INTERRUPTS, interrupt_on
 from trainer.tuning.host import host_cores
 from trainer.watch.failure import report_failures
@@ -69,7 +69,8 @@ def main() -> int:
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        check_writable(folder / "scaling.json")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise TrainerError(f"--output {folder} cannot be written: {error.strerror or error}") from None
 
