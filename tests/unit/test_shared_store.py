@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from tests.unit.ranks_as_threads import Threads
 from trainer import World
-from trainer.cluster import rendezvous as module
-from trainer.cluster.rendezvous import _open_file, _share_memory, init_process_group
+from trainer.cluster import process_group as module
+from trainer.cluster.process_group import _init_process_group, _open_file, _share_memory
 
 DESCRIPTORS = Path("/proc/self/fd")
 
@@ -119,14 +119,14 @@ def test_a_job_on_one_host_serves_no_store(
     monkeypatch.setattr(
         module, "_over_launcher", lambda world: nullcontext(threads.strategy(world.rank).all_gather_object)
     )
-    monkeypatch.setattr(module, "host_id", lambda: hosts[this.rank])
-    monkeypatch.setattr(module, "address_toward", lambda _: "127.0.0.1")
-    monkeypatch.setattr(module, "choose_gloo_interface", lambda _: None)
+    monkeypatch.setattr(module.network, "host_id", lambda: hosts[this.rank])
+    monkeypatch.setattr(module.network, "address_toward", lambda _: "127.0.0.1")
+    monkeypatch.setattr(module.network, "choose_gloo_interface", lambda _: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, store, rank, **__: stores.update({rank: store}))
 
     def join(rank: int) -> None:
         this.rank = rank
-        init_process_group("gloo", World(rank=rank, size=2), timedelta(seconds=30))
+        _init_process_group("gloo", World(rank=rank, size=2))
 
     with closed_afterwards():
         with ThreadPoolExecutor(2) as pool:
