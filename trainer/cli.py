@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from trainer.checkpoint.disk.merge import add_parser as add_merge_parser
-from trainer.checkpoint.disk.merge import merge
+from trainer.checkpoint.disk import merge
 from trainer.errors import ConfigError, TrainerError
 from trainer.ops import environment, requeue
 from trainer.ops.command import did_you_mean
@@ -27,7 +26,7 @@ def get_parser() -> argparse.ArgumentParser:
     requeue.add_parser(new)
     help_text = "print what a bug report needs: versions, how they were built, GPUs; no secrets"
     new("env", help=help_text, description=help_text, allow_abbrev=False)
-    add_merge_parser(new)
+    merge.add_parser(new)
     return parser
 
 
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "doctor": lambda: doctor.examine(parsed),
         "requeue": lambda: requeue.requeue(parsed),
         "env": environment.print_environment,
-        "merge": lambda: merge(parsed.checkpoint, parsed.file),
+        "merge": lambda: merge.merge(parsed.checkpoint, parsed.file),
     }
     parser, valid = get_parser(), (*starts, "help", "-h", "--help", "--version")
     if words[0] not in valid:

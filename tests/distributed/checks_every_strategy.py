@@ -30,7 +30,7 @@ def make_trainer(strategy: Strategy, model: nn.Module, optimizer: Any = sgd, **s
 def train_one(run: Any, forward: Any, optimizer: torch.optim.Optimizer, data: InMemory) -> None:
     """Train for an epoch, as most people write it."""
     loader = run.loader(data, BATCH)
-    loader.use_seed(0)  # in the order that `train_alone` takes, which a second loader of the run has not
+    loader.seed = 0  # in the order that `train_alone` takes, which a second loader of the run has not
     for inputs, targets in loader:
         optimizer.zero_grad()
         run.backward(F.cross_entropy(forward(inputs), targets))
