@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.watch.compare import compare
+from trainer.ops.supervise.compare import compare
 from trainer.watch.job_folder import DIFFERENT, HANG, WAITS, JobVerdict
 
 STUCK = JobVerdict(HANG, "no progress for 31 s: rank 1 on b is in no collective", (1,))
