@@ -16,10 +16,10 @@ from trainer.checkpoint.disk.lock import lock_folder
 from trainer.errors import DataError, TrainerError
 from trainer.files import save_atomically
 from trainer.ops.supervise.folder import Events, locked
+from trainer.ops.verdict import parse_verdict
 from trainer.report.run_record import _append
 from trainer.untrusted import parse_json, read_dict, read_file
 from trainer.watch.heartbeat import Heartbeat, Record
-from trainer.watch.job_folder import parse_verdict
 
 DEEP = "[" * 100_000
 NAME = name_of(1, 2, 3)

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from trainer.cluster.output import say
 from trainer.cluster.processes import is_running
-from trainer.ops.supervise.compare import compare
 from trainer.ops.supervise.launchers import launch
 from trainer.ops.supervise.options import Options
 from trainer.ops.supervise.outcome import OURS, Attempt, judge
 from trainer.ops.supervise.remote import Answer, on_all_hosts
 from trainer.ops.supervise.signals import Signals
+from trainer.ops.verdict import WAITS, compare
 from trainer.watch.heartbeat import DONE, PREEMPTED, Heartbeat
-from trainer.watch.job_folder import WAITS, folder_name, is_ours
+from trainer.watch.job_folder import folder_name, is_ours
 
 _POLL_S = 5.0
 """How often other hosts are asked."""
