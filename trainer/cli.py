@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 
 from trainer.checkpoint.disk import merge
@@ -20,12 +21,14 @@ def get_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line. `shtab trainer.cli.get_parser` makes a shell's completion of it."""
     parser = options.make_parser("trainer")
     parser.add_argument("--version", action="version", version=f"trainer {metadata.version('horovod-trainer')}")
-    new = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND").add_parser
+    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    # Descriptions and epilogs are shown as they are written.
+    new = partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     options.add_parser(new)
     doctor.add_parser(new)
     requeue.add_parser(new)
     help_text = "print what a bug report needs: versions, how they were built, GPUs; no secrets"
-    new("env", help=help_text, description=help_text, allow_abbrev=False)
+    new("env", help=help_text, description=help_text)
     merge.add_parser(new)
     return parser
 
