@@ -24,6 +24,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from measuring import INTERRUPTS, interrupt_on
+
 from benchmarks import results
 from benchmarks.contestants import CONTESTANTS, ON_DDP, Run, RunSettings, differing_losses, start
 from benchmarks.launching import has_peers
@@ -31,7 +33,6 @@ from benchmarks.machine import describe_machine, load
 from benchmarks.workloads import TUTORIAL, mnist_folder
 from examples.datasets.mnist import FILES
 from trainer.errors import ConfigError
-from trainer.ops.processes import INTERRUPTS, interrupt_on
 from trainer.watch.failure import report_failures
 
 

@@ -29,6 +29,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from measuring import INTERRUPTS, interrupt_on
 from scaling.baselines import ranks_at_once
 from scaling.jobs import JobError, Plan, time_beside_compute, time_network, time_steps
 from scaling.low_rank import measure_low_rank
@@ -39,7 +40,6 @@ from scaling.results import Results
 from scaling.runs import Run
 
 from trainer.errors import TrainerError
-from trainer.ops.processes import INTERRUPTS, interrupt_on
 from trainer.tuning.host import host_cores
 from trainer.watch.failure import report_failures
 
