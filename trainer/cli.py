@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 
-from trainer.checkpoint.disk import merge
 from trainer.errors import ConfigError, TrainerError
-from trainer.ops import environment, requeue
+from trainer.ops import environment, merge, requeue
 from trainer.ops.command import did_you_mean
 from trainer.ops.doctor import command as doctor
 from trainer.ops.supervise import options

@@ -1,4 +1,4 @@
-"""Merge: makes one file for plain PyTorch of a checkpoint that ranks have written in parts."""
+"""`trainer merge`: makes one file for plain PyTorch of a checkpoint that ranks have written in parts."""
 
 from __future__ import annotations
 
