@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.unit.ranks_as_threads import Threads
 from trainer import World
+from trainer.cluster import network
 from trainer.cluster import process_group as module
 from trainer.cluster.process_group import _init_process_group, _open_file, _share_memory
 
@@ -119,9 +120,9 @@ def test_a_job_on_one_host_serves_no_store(
     monkeypatch.setattr(
         module, "_over_launcher", lambda world: nullcontext(threads.strategy(world.rank).all_gather_object)
     )
-    monkeypatch.setattr(module.network, "host_id", lambda: hosts[this.rank])
-    monkeypatch.setattr(module.network, "address_toward", lambda _: "127.0.0.1")
-    monkeypatch.setattr(module.network, "choose_gloo_interface", lambda _: None)
+    monkeypatch.setattr(network, "host_id", lambda: hosts[this.rank])
+    monkeypatch.setattr(network, "address_toward", lambda _: "127.0.0.1")
+    monkeypatch.setattr(network, "choose_gloo_interface", lambda _: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, store, rank, **__: stores.update({rank: store}))
 
     def join(rank: int) -> None:
