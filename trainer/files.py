@@ -10,10 +10,9 @@ from typing import Any, BinaryIO
 from trainer.errors import ConfigError, TrainerError
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write beside `path` and rename, so that neither a reader nor a crash ever leaves half a file."""
-    data = content if isinstance(content, bytes) else content.encode()
-    _write_beside(path, lambda file: file.write(data))
+    _write_beside(path, lambda file: file.write(text.encode()))
 
 
 def save_atomically(path: Path, value: Any) -> None:
