@@ -149,7 +149,7 @@ COPY trainer trainer
 COPY examples examples
 COPY scripts/comm scripts/comm
 COPY scripts/scaling scripts/scaling
-COPY scripts/comm_bench.py scripts/scaling_test.py scripts/timed.py scripts/
+COPY scripts/comm_bench.py scripts/measuring.py scripts/scaling_test.py scripts/timed.py scripts/
 # A checkout made under a strict umask is readable here all the same.
 RUN pip install --no-cache-dir --no-deps --no-index --no-build-isolation --editable . \
     && chmod -R a+rX /trainer \

@@ -24,9 +24,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from measuring import interrupt_on
+
 from tests.faults.job_faults import FAULTS
 from tests.faults.job_trials import LAUNCHERS, Trial, Trials, draw, faults
-from trainer.ops.processes import interrupt_on
 from trainer.watch.failure import report_failures
 
 

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import measuring
+from measuring import Finished
+
 from benchmarks.two_hosts import horovodrun_on_both, torchrun_on_both
-from trainer.ops import processes
-from trainer.ops.processes import Finished
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".venv-peers"
@@ -29,7 +30,7 @@ def run(
         threads: OMP_NUM_THREADS for every rank; None leaves the choice to the contestant.
         variables: what its environment has beside.
     """
-    return processes.run(command, env=_environment(threads) | dict(variables or {}), timeout_s=timeout_s, cwd=ROOT)
+    return measuring.run(command, env=_environment(threads) | dict(variables or {}), timeout_s=timeout_s, cwd=ROOT)
 
 
 def launch(script: str, ranks: int, launcher: str = "horovodrun", *, on_two_hosts: bool = False) -> list[str]:

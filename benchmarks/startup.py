@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from measuring import INTERRUPTS, interrupt_on
+
 from benchmarks.launching import run
 from benchmarks.machine import describe_machine, load
 from trainer.errors import TrainerError
-from trainer.ops.processes import INTERRUPTS, interrupt_on
 from trainer.watch.failure import report_failures
 
 _TIMEOUT_S = 120.0

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainer import ConfigError, TrainerError, World, current_world, report_failures
 from trainer.cluster.mpi import import_mpi
 from trainer.cluster.output import print_line
-from trainer.cluster.rendezvous import Rendezvous, init_process_group
+from trainer.cluster.process_group import join_group
 from trainer.tuning import tune
 
 
@@ -35,18 +36,14 @@ class Calls(Protocol):
     def all_to_all(self, values: Tensor) -> Tensor: ...
     def send_receive(self, values: Tensor) -> Tensor: ...
     def grouped(self, values: Tensor) -> Tensor: ...
-    def close(self) -> None: ...
 
 
 class OverTorch:
     """torch.distributed."""
 
-    def __init__(self, backend: str, world: World, rendezvous: Rendezvous) -> None:
-        import torch.distributed as dist
-
+    def __init__(self, world: World) -> None:
         self._dist: Any = dist
         self._rank, self._size = world.rank, world.size
-        init_process_group(backend, world, rendezvous)
 
     def broadcast(self, values: Tensor) -> Tensor:
         self._dist.broadcast(values, src=0)
@@ -96,9 +93,6 @@ class OverTorch:
         for request in self._dist.batch_isend_irecv(operations):
             request.wait()
         return result
-
-    def close(self) -> None:
-        self._dist.destroy_process_group()
 
 
 class OverMPI:
@@ -150,9 +144,6 @@ class OverMPI:
         self._mpi.Request.Waitall([self._comm.Isend(values.numpy(), right), self._comm.Irecv(result.numpy(), left)])
         return result
 
-    def close(self) -> None:
-        self._comm.Barrier()
-
 
 # Each call: its meaning, and the result on rank r of n.
 MEANINGS: dict[str, tuple[str, Callable[[int, int], Tensor]]] = {
@@ -191,10 +182,10 @@ def main() -> int:
     world = current_world(parser.parse_args().device)
     if world.size < 2:
         raise ConfigError("collectives need two ranks or more; start with horovodrun -np 2, mpirun -np 2 or torchrun")
-    rendezvous = Rendezvous(world)
+    _, leave = join_group(world)
     on_gpu = world.device.type == "cuda"
     makers: dict[str, Callable[[], Calls]] = {"MPI": lambda: OverMPI(world)}
-    makers["NCCL" if on_gpu else "Gloo"] = lambda: OverTorch("nccl" if on_gpu else "gloo", world, rendezvous)
+    makers["NCCL" if on_gpu else "Gloo"] = lambda: OverTorch(world)
     for name, make in makers.items():
         device = world.device if name == "NCCL" else torch.device("cpu")
         try:
@@ -203,19 +194,20 @@ def main() -> int:
             _print_on_root(world, f"{name}: left out: {error}")
             continue
         for call in MEANINGS:
-            _show(name, call, calls, device, world, rendezvous)
-        calls.close()
-    rendezvous.close()
+            _show(name, call, calls, device, world)
+    leave()
     return 0
 
 
-def _show(name: str, call: str, calls: Calls, device: torch.device, world: World, rendezvous: Rendezvous) -> None:
+def _show(name: str, call: str, calls: Calls, device: torch.device, world: World) -> None:
     """Make one call on every rank, check each rank's result, and print rank 0's."""
     meaning, expected = MEANINGS[call]
     result = getattr(calls, call)(start(world.rank, world.size).to(device)).cpu()
     matters = world.is_root or call != "reduce"
     right = not matters or torch.equal(result, expected(world.rank, world.size))
-    wrong = [str(rank) for rank, answer in enumerate(rendezvous.all_gather(str(right))) if answer != "True"]
+    answers: list[Any] = [right] * world.size
+    dist.all_gather_object(answers, right)
+    wrong = [str(rank) for rank, is_right in enumerate(answers) if not is_right]
     if wrong:
         raise TrainerError(f"{call} over {name} gave something else than {meaning} on rank {', '.join(wrong)}")
     shown = " ".join(f"{value:g}" for value in result[:8].tolist())

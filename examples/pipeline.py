@@ -29,7 +29,7 @@ from examples.datasets import DATASETS, load_dataset
 from trainer import ConfigError, InMemory, ShardedLoader, World, current_world, report_failures
 from trainer.cluster.environment import set_default
 from trainer.cluster.output import print_line
-from trainer.cluster.rendezvous import Rendezvous, init_process_group
+from trainer.cluster.process_group import join_group
 from trainer.tuning import tune
 
 
@@ -159,8 +159,7 @@ def main() -> int:
         )
     tune(world)
     set_default("TORCH_CPP_LOG_LEVEL", "ERROR")
-    rendezvous = Rendezvous(world)
-    init_process_group("nccl" if world.device.type == "cuda" else "gloo", world, rendezvous)
+    _, leave = join_group(world)
     pipeline = Pipeline(world, stages, options.microbatches)
     if world.is_root:
         print_line(
@@ -174,8 +173,7 @@ def main() -> int:
             torch.save(weights, options.save)
         print_line(f"test accuracy {100 * accuracy(weights, test):.2f} % (evaluated {len(test)}/{len(test)})")
     dist.barrier()
-    dist.destroy_process_group()
-    rendezvous.close()
+    leave()
     return 0
 
 

@@ -17,12 +17,12 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from measuring import cpu_model, run
 from scaling.report import markdown_table
 
 from trainer import TrainerError, report_failures
 from trainer.cluster.gpus import nccl_version
-from trainer.ops.processes import run
-from trainer.tuning.host import cpu_model, host_cores
+from trainer.tuning.host import host_cores
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET_PERCENT = {"mnist": 99.0, "digits": 0.0}

@@ -21,13 +21,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from comm.report import PICTURES, TABLE_HEAD, Row, describe, plot, table_line, write_json
 from comm.transports import TRANSPORTS, Transport
 from torch import Tensor
@@ -35,10 +38,9 @@ from torch import Tensor
 from trainer.cluster.gpus import describe_sharing, gpu_id
 from trainer.cluster.network import machine_id
 from trainer.cluster.output import print_line
-from trainer.cluster.rendezvous import Rendezvous
+from trainer.cluster.process_group import join_group
 from trainer.cluster.world import World, current_world
 from trainer.errors import ConfigError
-from trainer.files import check_writable
 from trainer.tuning import tune
 from trainer.tuning.host import share_machine
 from trainer.watch.failure import report_failures
@@ -57,37 +59,35 @@ def main() -> int:
     report_failures()
     options = _parse_options()
     world = current_world(options.device)
-    for file in filter(None, (options.json, options.plot) if world.is_root else ()):
-        check_writable(file)
+    if world.is_root:
+        _check_folders(options)
     tune(world)
     torch.set_num_threads(1)
-    rendezvous = Rendezvous(world)
-    machine_ids = rendezvous.all_gather(machine_id())
+    _, leave = join_group(world)
+    machine_ids = _all_gather(machine_id())
     rows: list[Row] = []
-    facts = describe(world, rendezvous.all_gather(world.host))
+    facts = describe(world, _all_gather(world.host))
     if options.compute_ms:
         facts["operation"] = f"{options.compute_ms:g} ms of computing on each rank, then an all-reduce"
-    if shared := describe_sharing([gpu or None for gpu in rendezvous.all_gather(gpu_id(world.device) or "")]):
+    if shared := describe_sharing(_all_gather(gpu_id(world.device))):
         facts["GPUs"] = shared
     if world.is_root:
         print_line("\n".join([*(f"# {name}: {fact}" for name, fact in facts.items()), TABLE_HEAD]))
         if options.json:
             write_json(options.json, facts, rows)
     for name in options.only:
-        for row in _measure(name, world, rendezvous, options, machine_ids):
+        for row in _measure(name, world, options, machine_ids):
             rows.append(row)
             if world.is_root and options.json:
                 write_json(options.json, facts, rows)
     if world.is_root and options.plot and rows:
         plot(options.plot, facts, rows)
-    rendezvous.all_gather("done")
-    rendezvous.close()
+    _all_gather("done")
+    leave()
     return 1 if any(row.wrong for row in rows) else 0
 
 
-def _measure(
-    name: str, world: World, rendezvous: Rendezvous, options: argparse.Namespace, machine_ids: list[str]
-) -> Iterator[Row]:
+def _measure(name: str, world: World, options: argparse.Namespace, machine_ids: list[str]) -> Iterator[Row]:
     """Open one transport and yield a row for each size; skip a transport that any rank cannot open.
 
     Args:
@@ -95,10 +95,10 @@ def _measure(
     """
     transport, problem = None, ""
     try:
-        transport = TRANSPORTS[name](world, rendezvous)
+        transport = TRANSPORTS[name](world)
     except (ConfigError, ImportError) as error:
         problem = str(error) or type(error).__name__
-    problems = [text for text in rendezvous.all_gather(problem) if text]
+    problems = [text for text in _all_gather(problem) if text]
     if transport is None or problems:
         if world.is_root:
             print_line(f"# {name}: left out: {problems[0]}")
@@ -109,7 +109,7 @@ def _measure(
     # machine. With more threads than cores, scheduling would dominate the measurement.
     share_machine(world, machine_ids)
     for size in options.sizes:
-        row = _measure_size(name, transport, size, world, rendezvous, options)
+        row = _measure_size(name, transport, size, world, options)
         if world.is_root:
             print_line(table_line(row))
         yield row
@@ -118,25 +118,23 @@ def _measure(
     transport.close()
 
 
-def _measure_size(
-    name: str, transport: Transport, size: int, world: World, rendezvous: Rendezvous, options: argparse.Namespace
-) -> Row:
+def _measure_size(name: str, transport: Transport, size: int, world: World, options: argparse.Namespace) -> Row:
     tensor = torch.zeros(size // 4, device=transport.device)
     wrong = _count_wrong(transport, tensor, world)
     tensor.zero_()  # repeated sums of zeros stay zero
     before = transport.bytes_sent
     _time(transport, tensor, 1)
-    sent = "" if before is None or transport.bytes_sent is None else str(transport.bytes_sent - before)
+    sent = None if before is None or transport.bytes_sent is None else transport.bytes_sent - before
     _time(transport, tensor, _WARM_UP_OPERATIONS if size < 2**24 else 1)
     compute_s = options.compute_ms / 1e3
     trial_s = _time(transport, tensor, 1, compute_s)
-    number = _operations_per_repeat(max(float(seconds) for seconds in rendezvous.all_gather(str(trial_s))))
+    number = _operations_per_repeat(max(_all_gather(trial_s)))
     times = []
     for _ in range(options.repeats):
-        rendezvous.all_gather("ready")
+        _all_gather("ready")
         seconds_here = _time(transport, tensor, number, compute_s)
-        times.append(statistics.mean(float(seconds) for seconds in rendezvous.all_gather(str(seconds_here))))
-    counts = rendezvous.all_gather(sent)
+        times.append(statistics.mean(_all_gather(seconds_here)))
+    counts = _all_gather(sent)
     return Row(
         transport=transport.name,  # type: ignore[attr-defined]  # every subclass sets it
         key=name,
@@ -144,9 +142,23 @@ def _measure_size(
         ranks=world.size,
         operations=number,
         seconds=statistics.median(times),
-        wrong=sum(int(count) for count in rendezvous.all_gather(str(wrong))),
-        bytes_sent=statistics.mean(map(int, counts)) if all(counts) else None,
+        wrong=sum(_all_gather(wrong)),
+        bytes_sent=None if None in counts else statistics.mean(counts),
     )
+
+
+def _check_folders(options: argparse.Namespace) -> None:
+    """Raise `ConfigError` before the measurement if its results cannot be written."""
+    for file in filter(None, (options.json, options.plot)):
+        if not os.access(file.absolute().parent, os.W_OK):
+            raise ConfigError(f"{file} cannot be written; valid is a file in a folder that is there")
+
+
+def _all_gather(value: Any) -> list[Any]:
+    """Return every rank's value, in the order of the ranks. Collective."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _operations_per_repeat(operation_s: float) -> int:

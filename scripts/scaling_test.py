@@ -21,6 +21,7 @@ import argparse
 import importlib.util
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from measuring import INTERRUPTS, interrupt_on
 from scaling.baselines import ranks_at_once
 from scaling.jobs import JobError, Plan, time_beside_compute, time_network, time_steps
 from scaling.low_rank import measure_low_rank
@@ -38,8 +40,6 @@ from scaling.results import Results
 from scaling.runs import Run
 
 from trainer.errors import TrainerError
-from trainer.files import check_writable
-from trainer.ops.processes import INTERRUPTS, interrupt_on
 from trainer.tuning.host import host_cores
 from trainer.watch.failure import report_failures
 
@@ -69,7 +69,8 @@ def main() -> int:
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        check_writable(folder / "scaling.json")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise TrainerError(f"--output {folder} cannot be written: {error.strerror or error}") from None
 

@@ -10,20 +10,34 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from trainer.checkpoint.run.checkpoints import Checkpoints
-    from trainer.cluster.world import World, current_world
-    from trainer.config import CheckpointConfig, FsdpConfig, RunConfig, TrainerConfig
-    from trainer.data.loader import InMemory, ShardedLoader
-    from trainer.data.stream import StreamLoader
-    from trainer.errors import ConfigError, DataError, LaunchError, TrainerError
-    from trainer.fit.trainer import Trainer
-    from trainer.loop.metrics import accuracy
-    from trainer.ops.launch.launch import launch
-    from trainer.report.callback import Callback, EpochRecord, Evaluation, FitContext, ProgressEvent, UpdateRecord
-    from trainer.run import Run, init
-    from trainer.strategies.base import Strategy
-    from trainer.watch.failure import report_failures
+if TYPE_CHECKING:  # with `as`, which tells type checkers that a name is public
+    from trainer.checkpoint.run.checkpoints import Checkpoints as Checkpoints
+    from trainer.cluster.world import World as World
+    from trainer.cluster.world import current_world as current_world
+    from trainer.config import CheckpointConfig as CheckpointConfig
+    from trainer.config import FsdpConfig as FsdpConfig
+    from trainer.config import RunConfig as RunConfig
+    from trainer.config import TrainerConfig as TrainerConfig
+    from trainer.data.loader import InMemory as InMemory
+    from trainer.data.loader import ShardedLoader as ShardedLoader
+    from trainer.data.stream import StreamLoader as StreamLoader
+    from trainer.errors import ConfigError as ConfigError
+    from trainer.errors import DataError as DataError
+    from trainer.errors import LaunchError as LaunchError
+    from trainer.errors import TrainerError as TrainerError
+    from trainer.fit.trainer import Trainer as Trainer
+    from trainer.loop.metrics import accuracy as accuracy
+    from trainer.ops.launch.launch import launch as launch
+    from trainer.report.callback import Callback as Callback
+    from trainer.report.callback import EpochRecord as EpochRecord
+    from trainer.report.callback import Evaluation as Evaluation
+    from trainer.report.callback import FitContext as FitContext
+    from trainer.report.callback import ProgressEvent as ProgressEvent
+    from trainer.report.callback import UpdateRecord as UpdateRecord
+    from trainer.run import Run as Run
+    from trainer.run import init as init
+    from trainer.strategies.base import Strategy as Strategy
+    from trainer.watch.failure import report_failures as report_failures
 
 _MODULES = {
     "report.callback": ("Callback", "EpochRecord", "Evaluation", "FitContext", "ProgressEvent", "UpdateRecord"),
@@ -41,36 +55,7 @@ _MODULES = {
     "fit.trainer": ("Trainer",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-
-__all__ = [
-    "Callback",
-    "CheckpointConfig",
-    "Checkpoints",
-    "ConfigError",
-    "DataError",
-    "EpochRecord",
-    "Evaluation",
-    "FitContext",
-    "FsdpConfig",
-    "InMemory",
-    "LaunchError",
-    "ProgressEvent",
-    "Run",
-    "RunConfig",
-    "ShardedLoader",
-    "Strategy",
-    "StreamLoader",
-    "Trainer",
-    "TrainerConfig",
-    "TrainerError",
-    "UpdateRecord",
-    "World",
-    "accuracy",
-    "current_world",
-    "init",
-    "launch",
-    "report_failures",
-]
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 
-from trainer.checkpoint.disk.merge import add_parser as add_merge_parser
-from trainer.checkpoint.disk.merge import merge
 from trainer.errors import ConfigError, TrainerError
-from trainer.ops import environment, requeue
+from trainer.ops import environment, merge, requeue
 from trainer.ops.command import did_you_mean
 from trainer.ops.doctor import command as doctor
 from trainer.ops.supervise import options
@@ -21,13 +20,15 @@ def get_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line. `shtab trainer.cli.get_parser` makes a shell's completion of it."""
     parser = options.make_parser("trainer")
     parser.add_argument("--version", action="version", version=f"trainer {metadata.version('horovod-trainer')}")
-    new = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND").add_parser
+    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    # Descriptions and epilogs are shown as they are written.
+    new = partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     options.add_parser(new)
     doctor.add_parser(new)
     requeue.add_parser(new)
     help_text = "print what a bug report needs: versions, how they were built, GPUs; no secrets"
-    new("env", help=help_text, description=help_text, allow_abbrev=False)
-    add_merge_parser(new)
+    new("env", help=help_text, description=help_text)
+    merge.add_parser(new)
     return parser
 
 
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "doctor": lambda: doctor.examine(parsed),
         "requeue": lambda: requeue.requeue(parsed),
         "env": environment.print_environment,
-        "merge": lambda: merge(parsed.checkpoint, parsed.file),
+        "merge": lambda: merge.merge(parsed.checkpoint, parsed.file),
     }
     parser, valid = get_parser(), (*starts, "help", "-h", "--help", "--version")
     if words[0] not in valid:

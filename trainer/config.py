@@ -12,11 +12,9 @@ from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
 
 from trainer.errors import ConfigError
 
-_COMPRESSIONS = ("none", "fp16", "bf16", "powersgd", "powersgd:RANK")
 DEVICES = ("auto", "cpu", "cuda")
 _POWERSGD = re.compile(r"powersgd(?::([0-9]+))?")
 _POWERSGD_RANK = 4
-_INTERVALS = ("every_s", "every_updates", "every_epochs")
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,8 @@ class Bound:
 
 _FROM_1 = Bound("at least 1", lambda value: value >= 1)
 _FROM_0 = Bound("finite and not negative", lambda value: 0 <= value < math.inf)
-_POSITIVE = Bound("positive", lambda value: 0 < value < math.inf)
+_POSITIVE = Bound("finite and positive", lambda value: 0 < value < math.inf)
+_64_BITS = Bound("at least 0 and below 2^63", lambda value: 0 <= value < 2**63)
 _KINDS: dict[Any, tuple[type, str]] = {
     bool: (bool, "True or False"),
     int: (Integral, "an integer"),
@@ -138,7 +137,7 @@ class RunConfig(_Checked):
     """How many updates send whole gradients before compression powersgd or `sync_every` begins."""
     sync_every: Annotated[int, _FROM_1] = 1
     """Updates that each rank takes by itself before the ranks average their weights; 1 averages gradients instead."""
-    seed: Annotated[int, _FROM_0] = 0
+    seed: Annotated[int, _64_BITS] = 0
     """Seed of the order of the samples and, with the rank, of the random numbers that ranks draw after `prepare`."""
     sync_batch_norm: bool = False
     """Replace every BatchNorm by a layer that normalizes over the global batch."""
@@ -153,11 +152,10 @@ class RunConfig(_Checked):
 
     def _problems(self) -> Iterator[str]:
         if self.compression not in ("none", "fp16", "bf16") and not self.powersgd_rank:
-            yield f"compression is {self.compression!r}; valid are {', '.join(_COMPRESSIONS)} (from 1)"
+            valid = "none, fp16, bf16, powersgd, powersgd:RANK (from 1)"
+            yield f"compression is {self.compression!r}; valid are {valid}"
         if self.precision == "fp16" and (setting := self.low_communication_setting):
             yield f"{setting}, which does not go with precision 'fp16' and its loss scale; valid with it are fp32, bf16"
-        if self.seed >= 2**63:
-            yield f"seed is {self.seed}; it must be below 2^63"
         if type(self.fsdp) is not FsdpConfig:
             yield f"fsdp is {self.fsdp!r}; it takes a trainer.FsdpConfig"
 
@@ -210,7 +208,7 @@ class TrainerConfig(RunConfig):
     """Samples of all ranks and step, in place of `batch_size`: the same training on any number of ranks."""
     eval_batch_size: Annotated[int | None, _FROM_1] = None
     """Samples per rank and step of an evaluation; None takes `batch_size`."""
-    clip_norm: float | None = None
+    clip_norm: Annotated[float | None, _POSITIVE] = None
     """Largest 2-norm of the all-reduced gradient over all parameters; None does not clip."""
     shuffle: bool = True
     """Train in a new order in every epoch; otherwise in the order of the dataset."""
@@ -236,11 +234,6 @@ class TrainerConfig(RunConfig):
     """Seconds between progress lines where there is no terminal."""
     log_every_updates: Annotated[int, _FROM_0] = 50
     """Updates between two points of the loss and the learning rate in the run's record; 0 leaves them out."""
-
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            yield f"clip_norm is {self.clip_norm}; it must be finite and positive, or None for no clipping"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +266,8 @@ class CheckpointConfig(_Checked):
     """Seconds between a preemption's signal and the time at which the process has to have ended."""
 
     def _problems(self) -> Iterator[str]:
-        given = [name for name in _INTERVALS if getattr(self, name) is not None]
+        intervals = ("every_s", "every_updates", "every_epochs")
+        given = [name for name in intervals if getattr(self, name) is not None]
         if len(given) > 1:
             yield f"{' and '.join(given)} are given; checkpoints take one interval"
         if not str(self.folder):

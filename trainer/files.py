@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,25 +10,9 @@ from typing import Any, BinaryIO
 from trainer.errors import ConfigError, TrainerError
 
 
-def check_writable(path: Path) -> None:
-    """Check that a result can be written, before the work whose result it is.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        _write_to(_partial(path), lambda file: None)  # where this can be written, it can be renamed
-        _partial(path).unlink()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write beside `path` and rename, so that neither a reader nor a crash ever leaves half a file."""
-    data = content if isinstance(content, bytes) else content.encode()
-    _write_beside(path, lambda file: file.write(data))
+    _write_beside(path, lambda file: file.write(text.encode()))
 
 
 def save_atomically(path: Path, value: Any) -> None:
@@ -76,21 +58,13 @@ def _safetensors_of(path: Path, state: Any) -> Callable[[BinaryIO], object]:
     return lambda file: file.write(save(tensors, {"format": "pt"}))
 
 
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
-
-
-def _write_to(partial: Path, write: Callable[[BinaryIO], object]) -> None:
-    # What an interrupted call has left, or a link to a file that whoever else can write the folder wants written.
-    partial.unlink(missing_ok=True)
-    with partial.open("xb") as file:
-        write(file)
-
-
 def _write_beside(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    partial = _partial(path)
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        _write_to(partial, write)
+        # What an interrupted call has left, or a link to a file that whoever else can write the folder wants written.
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as file:
+            write(file)
         partial.replace(path)
     except (OSError, RuntimeError):  # the latter is how `torch.save` tells of a file that cannot be written
         with suppress(OSError):

@@ -259,7 +259,7 @@ class Run:
         )
         if training:
             if self._training_loaders:  # two datasets have different orders, as in a single process
-                loader.use_seed(mix_seeds(self.config.seed, self._training_loaders))
+                loader.seed = mix_seeds(self.config.seed, self._training_loaders)
             self._training_loaders, loader.epoch = self._training_loaders + 1, self._epoch
         loader.number = len(self._loaders)
         loader.observers.append(self._batches)
@@ -469,8 +469,7 @@ class Run:
         if start > 0 and (self._checkpoints is None or self._checkpoints.resumed is None):
             for loader in self._held_loaders():
                 loader.epoch = start
-        numbers = range(start, count)
-        self._report.begin(numbers)
+        numbers = self._report.epochs = range(start, count)
         return self._in_each_epoch(self._checkpoints.count(numbers) if self._checkpoints else iter(numbers))
 
     def _in_each_epoch(self, epochs: Iterator[int]) -> Iterator[int]:
@@ -544,7 +543,7 @@ class Run:
         Args:
             function: is called with a dict from name to number, and the step. What it raises, `log` raises.
         """
-        self._report.log_to(function)
+        self._report.functions.append(function)
 
     def log(self, values: Mapping[str, Tensor | float], *, step: int) -> None:
         """Give rank 0's values to the folder of `record`, to `progress` and to `log_to`. Waits for the device."""

@@ -96,3 +96,11 @@ def read_file(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
         if size > most_bytes:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes; valid are up to {most_bytes:,}")
         return file.read(most_bytes)
+
+
+def read_dict(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one where the file cannot be read, or holds something else."""
+    with suppress(OSError, ValueError):
+        content = parse_json(read_file(path))
+        return content if isinstance(content, dict) else {}
+    return {}

@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from measuring import cpu_model
 
 from trainer.cluster.world import World
 from trainer.files import write_atomically
-from trainer.tuning.host import cpu_model, host_cores
+from trainer.tuning.host import host_cores
 
 PICTURES = (".png", ".svg", ".pdf")
 

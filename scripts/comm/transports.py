@@ -1,7 +1,7 @@
 """Transports of an all-reduce behind one interface, for comm_bench.py.
 
 Each transport is opened, measured and closed before the next one, so that no idle thread of another transport uses a
-core.
+core. torch.distributed's process group, over which comm_bench.py exchanges its results, stays: its threads sleep.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from examples.strategies import STRATEGIES
 from trainer.cluster.mpi import import_mpi
-from trainer.cluster.rendezvous import Rendezvous, init_process_group
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
 from trainer.strategies import make_strategy
@@ -32,6 +32,9 @@ class Transport(ABC):
     device = torch.device("cpu")
     bytes_sent: int | None = None
     """Sent by this rank so far; None where the transport does not count."""
+
+    def __init__(self, world: World) -> None:  # noqa: B027 (nothing to open is a valid default)
+        """Open the transport. Collective."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> None:
@@ -52,7 +55,7 @@ class Transport(ABC):
 class Horovod(Transport):
     """Horovod, over NCCL, MPI or Gloo."""
 
-    def __init__(self, world: World, rendezvous: Rendezvous) -> None:
+    def __init__(self, world: World) -> None:
         tune(world, horovod=True)
         import horovod.torch as hvd
 
@@ -63,7 +66,7 @@ class Horovod(Transport):
             if not hvd.nccl_built():
                 raise ConfigError("this Horovod was built without NCCL")
             self.device = world.device
-        self._is_ours = not hvd.is_initialized()  # the rendezvous may use it too
+        self._is_ours = not hvd.is_initialized()
         hvd.init()
         over = "NCCL" if self.device.type == "cuda" else "MPI" if hvd.mpi_enabled() else "Gloo"
         self.name = f"Horovod over {over}"
@@ -81,7 +84,7 @@ class RawMPI(Transport):
 
     name = "MPI"
 
-    def __init__(self, world: World, rendezvous: Rendezvous) -> None:
+    def __init__(self, world: World) -> None:
         tune(world)
         self._mpi = import_mpi(world, for_what="this transport")
         self._comm = self._mpi.COMM_WORLD
@@ -90,45 +93,24 @@ class RawMPI(Transport):
         self._comm.Allreduce(self._mpi.IN_PLACE, tensor.numpy())
 
 
-class TorchDistributed(Transport):
-    """All-reduce of torch.distributed."""
+class RawGloo(Transport):
+    """Gloo through torch.distributed's default process group."""
 
-    backend: str
-
-    def __init__(self, world: World, rendezvous: Rendezvous) -> None:
-        import torch.distributed as dist
-
-        self._dist = dist
-        init_process_group(self.backend, world, rendezvous)
+    name = "Gloo"
 
     def all_reduce(self, tensor: Tensor) -> None:
-        self._dist.all_reduce(tensor)
-
-    def close(self) -> None:
-        self._dist.barrier()
-        self.abandon()
-
-    def abandon(self) -> None:
-        self._dist.destroy_process_group()
+        dist.all_reduce(tensor)
 
 
-class RawGloo(TorchDistributed):
-    """Gloo through torch.distributed."""
+class RawNCCL(RawGloo):
+    """NCCL through torch.distributed's default process group."""
 
-    name, backend = "Gloo", "gloo"
+    name = "NCCL"
 
-
-class RawNCCL(TorchDistributed):
-    """NCCL through torch.distributed."""
-
-    name, backend = "NCCL", "nccl"
-
-    def __init__(self, world: World, rendezvous: Rendezvous) -> None:
+    def __init__(self, world: World) -> None:
         if world.device.type != "cuda":
             raise ConfigError("NCCL needs a GPU for every rank")
         self.device = world.device
-        torch.cuda.set_device(world.device)
-        super().__init__(world, rendezvous)
 
 
 class StrategyTransport(Transport):
@@ -136,7 +118,7 @@ class StrategyTransport(Transport):
 
     key: str
 
-    def __init__(self, world: World, rendezvous: Rendezvous) -> None:
+    def __init__(self, world: World) -> None:
         self._strategy: Any = make_strategy(STRATEGIES[self.key], world)
         self._strategy.connect()
 
@@ -168,7 +150,7 @@ class OurParameterServer(StrategyTransport):
 
 
 # Horovod comes last: after its shutdown no other user of MPI may start.
-TRANSPORTS: dict[str, Callable[[World, Rendezvous], Any]] = {
+TRANSPORTS: dict[str, Callable[[World], Any]] = {
     "mpi": RawMPI,
     "ring": OurRing,
     "gloo": RawGloo,

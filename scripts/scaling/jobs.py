@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from measuring import Finished, run
+
 from examples.strategies import full_name
 from scaling.models import Link, Network, Shape, is_network_bound, link_from_ring, model_of
 from trainer.errors import ConfigError
-from trainer.ops.processes import Finished, run
 from trainer.tuning.open_mpi import ring_from_bytes
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from measuring import cpu_model
+
 from scaling.advice import Advice, Known, Measured, advise, summarize
 from scaling.baselines import Baselines, messages_of, ranks_at_once, steps_per_update
 from scaling.jobs import Plan
@@ -26,7 +28,6 @@ from scaling.models import (
 )
 from scaling.runs import PHASES, Row, Run, Trial
 from trainer.config import RunConfig
-from trainer.tuning.host import cpu_model
 
 LARGER_RANKS = (8, 16, 64)
 """Numbers of ranks that are predicted, on more hosts of the same kind."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
-from tests.distributed.reference import assert_equal, sgd, train_alone
+from tests.distributed.checks_every_strategy import BATCH, assert_equal_everywhere
+from tests.distributed.reference import sgd, train_alone
 from trainer import ConfigError, InMemory, init
 from trainer.strategies.base import Strategy
 
@@ -64,8 +64,7 @@ def check_channels_last_weights_equal_one_process(strategy: Strategy) -> None:
         data = make_images(3 * batch + 2)
         model = train(strategy, data, **options)
         alone = make_network(batch_norm=options["batch_norm"])
-        assert_equal(model, train_alone(alone, data, batch=batch, epochs=2, clip_norm=CLIP), 1e-11)
-        assert_same_on_all_ranks(strategy, model)
+        assert_equal_everywhere(strategy, model, train_alone(alone, data, batch=batch, epochs=2, clip_norm=CLIP), 1e-11)
 
 
 def check_an_order_that_differs_between_ranks_is_told(strategy: Strategy) -> None:

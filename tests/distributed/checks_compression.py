@@ -11,7 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, make_trainer
+from tests.distributed.checks_every_strategy import (
+    BATCH,
+    assert_equal_everywhere,
+    assert_same_on_all_ranks,
+    make_trainer,
+)
 from tests.distributed.checks_local_training import goes_on
 from tests.distributed.reference import assert_equal, make_data, make_model, train_alone
 from trainer import ConfigError, init
@@ -41,8 +46,7 @@ def check_wide_factors_equal_one_process(strategy: Strategy) -> None:
         expected = train_alone(model, data, batch=batches * full, clip_norm=settings.get("clip_norm"))
         with all_matrices():
             make_trainer(strategy, model, **WIDE, **settings).fit(data, epochs=1)
-        assert_equal(model, expected, 1e-11)
-        assert_same_on_all_ranks(strategy, model)
+        assert_equal_everywhere(strategy, model, expected, 1e-11)
 
 
 def check_narrow_factors_train_and_are_the_same_on_all_ranks(strategy: Strategy) -> None:

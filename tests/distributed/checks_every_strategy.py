@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -27,10 +28,19 @@ def make_trainer(strategy: Strategy, model: nn.Module, optimizer: Any = sgd, **s
     )  # fmt: skip
 
 
+def train_on(run: Any, batches: Iterable[Any], forward: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Train on batches, as most people write it."""
+    for inputs, targets in batches:
+        run.backward(F.cross_entropy(forward(inputs), targets))
+        if run.sync_gradients:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def train_one(run: Any, forward: Any, optimizer: torch.optim.Optimizer, data: InMemory) -> None:
-    """Train for an epoch, as most people write it."""
+    """Train for an epoch."""
     loader = run.loader(data, BATCH)
-    loader.use_seed(0)  # in the order that `train_alone` takes, which a second loader of the run has not
+    loader.seed = 0  # in the order that `train_alone` takes, which a second loader of the run has not
     for inputs, targets in loader:
         optimizer.zero_grad()
         run.backward(F.cross_entropy(forward(inputs), targets))
@@ -53,6 +63,11 @@ def sample_counts(world_size: int) -> dict[str, int]:
 
 def assert_same_on_all_ranks(strategy: Strategy, model: nn.Module) -> None:
     assert len(set(strategy.all_gather_object(fingerprint(model)))) == 1, "ranks have different weights"
+
+
+def assert_equal_everywhere(strategy: Strategy, model: nn.Module, expected: nn.Module, tolerance: float) -> None:
+    assert_equal(model, expected, tolerance)
+    assert_same_on_all_ranks(strategy, model)
 
 
 def check_all_reduce_sums(strategy: Strategy) -> None:
@@ -106,8 +121,7 @@ def check_global_batch_norm_equals_one_process(strategy: Strategy) -> None:
     model, data = make_model(batch_norm=True), make_data(3 * BATCH * strategy.world.size + 2)
     expected = train_alone(model, data, batch=BATCH * strategy.world.size)
     make_trainer(strategy, model, sync_batch_norm=True).fit(data, epochs=1)
-    assert_equal(model, expected, 1e-11)
-    assert_same_on_all_ranks(strategy, model)
+    assert_equal_everywhere(strategy, model, expected, 1e-11)
 
 
 def check_weights_and_optimizer_state_come_from_rank_0(strategy: Strategy) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from examples.transformer import Block, Transformer
-from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, train_one
+from tests.distributed.checks_every_strategy import BATCH, assert_equal_everywhere, train_one
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
 from trainer import FsdpConfig, InMemory, init
 from trainer.models.sharded import gather, is_sharded
@@ -99,8 +99,7 @@ def check_options_change_memory_and_not_the_weights(strategy: Strategy) -> None:
         {"shard_over": "host"},
     ):
         model, alone, _ = train_transformer(strategy, adamw, fsdp=FsdpConfig(**settings))
-        assert_equal(model, alone, 1e-11)
-        assert_same_on_all_ranks(strategy, model)
+        assert_equal_everywhere(strategy, model, alone, 1e-11)
         if settings.get("shard_over") == over:
             whole = sum(one.nbytes for one in alone.parameters())
             assert (

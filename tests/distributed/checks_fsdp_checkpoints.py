@@ -19,8 +19,8 @@ from tests.distributed.checks_storage import each_rank_a_host
 from trainer import Checkpoints, FsdpConfig, TrainerError, init
 from trainer.checkpoint.disk import durable
 from trainer.checkpoint.disk.committed import find, load
-from trainer.checkpoint.disk.merge import merge
 from trainer.models.sharded import gather
+from trainer.ops.merge import merge
 from trainer.strategies.base import Strategy
 
 

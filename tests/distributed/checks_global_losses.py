@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
+from tests.distributed.checks_every_strategy import BATCH, assert_equal_everywhere
 from tests.distributed.reference import assert_equal, make_data, make_model
 from trainer import ConfigError, init
 from trainer.strategies.base import Strategy
@@ -63,8 +63,7 @@ def check_losses_over_all_ranks_have_the_gradients_of_one_process(strategy: Stra
                 gather: Gather = lambda rows, run=run: run.all_gather(rows, differentiable=True)  # type: ignore[misc]  # noqa: E731
                 run.backward(loss(wrapped(inputs), gather, run.rank))
                 optimizer.step()
-            assert_equal(model, expected, 1e-11)
-            assert_same_on_all_ranks(strategy, model)
+            assert_equal_everywhere(strategy, model, expected, 1e-11)
 
 
 def check_rows_of_another_shape_or_type_are_told_on_all_ranks(strategy: Strategy) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
+from tests.distributed.checks_every_strategy import BATCH, assert_equal_everywhere, assert_same_on_all_ranks
 from tests.distributed.reference import adam, assert_equal, make_data, make_model, sgd, train_alone
 from trainer import ConfigError, InMemory, init
 from trainer.data.shard_plan import permutation
@@ -45,8 +45,7 @@ def check_accumulation_by_the_loader_equals_one_big_batch(strategy: Strategy) ->
                 run.clip_grad_norm_(forward, CLIP)
                 optimizer.step()
                 optimizer.zero_grad()
-        assert_equal(model, expected, 1e-12)
-        assert_same_on_all_ranks(strategy, model)
+        assert_equal_everywhere(strategy, model, expected, 1e-12)
 
 
 def check_the_usual_accumulation_equals_one_big_batch(strategy: Strategy) -> None:
@@ -66,8 +65,7 @@ def check_the_usual_accumulation_equals_one_big_batch(strategy: Strategy) -> Non
             if (number + 1) % 3 == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-        assert_equal(model, expected, 1e-12)
-        assert_same_on_all_ranks(strategy, model)
+        assert_equal_everywhere(strategy, model, expected, 1e-12)
 
 
 def step_with_closure(
@@ -103,8 +101,7 @@ def check_a_closure_sees_the_gradient_and_the_loss_of_all_ranks(strategy: Strate
             found = step_with_closure(optimizer, forward, inputs, targets, run.backward)
             expected = step_with_closure(by_hand, alone, data.inputs[index], data.targets[index], Tensor.backward)
             assert abs(found - expected) < 1e-10
-        assert_equal(model, alone, 1e-9)
-        assert_same_on_all_ranks(strategy, model)
+        assert_equal_everywhere(strategy, model, alone, 1e-9)
 
 
 def check_the_optimizer_stays_the_users_own(strategy: Strategy) -> None:
@@ -175,8 +172,7 @@ def check_two_models_with_two_optimizers(strategy: Strategy) -> None:
         train((forward_generator, forward_critic), optimizers, inputs, run.backward)
         train(alone, by_hand, noise[index], Tensor.backward)
     for found, expected in zip(models, alone, strict=True):
-        assert_equal(found, expected, 1e-11)
-        assert_same_on_all_ranks(strategy, found)
+        assert_equal_everywhere(strategy, found, expected, 1e-11)
 
 
 def check_any_forward_pass_of_the_model_is_synchronized(strategy: Strategy) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.distributed.checks_checkpoints import Interrupted, shared_folder
-from tests.distributed.checks_every_strategy import assert_same_on_all_ranks
+from tests.distributed.checks_every_strategy import assert_same_on_all_ranks, train_on
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd
 from trainer import InMemory, init
 from trainer.models.sharded import gather
@@ -44,11 +44,7 @@ def train(strategy: Strategy, model: nn.Module, *arguments: Any, **options: Any)
     settings = {name: options.pop(name) for name in ("accumulate", "sync_batch_norm") if name in options}
     run = init(strategy, **settings)
     forward, optimizer = run.prepare(model, sgd(model))
-    for inputs, targets in run.loader(*arguments, **options):
-        run.backward(F.cross_entropy(forward(inputs), targets))
-        if run.sync_gradients:
-            optimizer.step()
-            optimizer.zero_grad()
+    train_on(run, run.loader(*arguments, **options), forward, optimizer)
     assert_same_on_all_ranks(strategy, model)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
+from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, train_on
 from tests.distributed.reference import make_data, make_model, sgd
 from trainer import ConfigError, TrainerError, init
 from trainer.strategies.base import Strategy
@@ -65,10 +65,7 @@ def check_a_loader_that_one_rank_has_begun_before_is_told(strategy: Strategy) ->
     # The odd one out is rank 0; of two ranks, neither is.
     message = r"ranks have drawn different batches .* is at batch [12] of loader 0, in its epoch [01] .*or has begun"
     with told_where_there_are_several_ranks(strategy, message, TrainerError):
-        for inputs, targets in loader:
-            run.backward(F.cross_entropy(forward(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
+        train_on(run, loader, forward, optimizer)
 
 
 def check_a_batch_that_is_the_same_on_two_ranks_is_told_once(strategy: Strategy) -> None:

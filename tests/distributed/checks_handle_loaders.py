@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, random_split
 
-from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, train_one
+from tests.distributed.checks_every_strategy import BATCH, assert_equal_everywhere, train_on, train_one
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd, train_alone
 from trainer import ConfigError, InMemory, init
 from trainer.strategies.base import Strategy
@@ -28,8 +28,7 @@ def check_a_model_may_be_prepared_again(strategy: Strategy) -> None:
         run = init(strategy)
         forward, optimizer = run.prepare(model, sgd(model))
         train_one(run, forward, optimizer, data)
-    assert_equal(model, alone, 1e-12)
-    assert_same_on_all_ranks(strategy, model)
+    assert_equal_everywhere(strategy, model, alone, 1e-12)
 
 
 def check_a_global_batch_is_the_same_on_any_number_of_ranks(strategy: Strategy) -> None:
@@ -38,12 +37,8 @@ def check_a_global_batch_is_the_same_on_any_number_of_ranks(strategy: Strategy) 
         expected = train_alone(model, data, batch=batch)
         run = init(strategy)
         forward, optimizer = run.prepare(model, sgd(model))
-        for inputs, targets in run.loader(data, global_batch_size=batch):
-            optimizer.zero_grad()
-            run.backward(F.cross_entropy(forward(inputs), targets))
-            optimizer.step()
-        assert_equal(model, expected, 1e-12)
-        assert_same_on_all_ranks(strategy, model)
+        train_on(run, run.loader(data, global_batch_size=batch), forward, optimizer)
+        assert_equal_everywhere(strategy, model, expected, 1e-12)
 
 
 def check_a_data_loader_of_the_script_trains_as_in_one_process(strategy: Strategy) -> None:
@@ -63,10 +58,7 @@ def check_a_data_loader_of_the_script_trains_as_in_one_process(strategy: Strateg
             by_hand.zero_grad()
             F.cross_entropy(alone(inputs), targets).backward()
             by_hand.step()
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            run.backward(F.cross_entropy(forward(inputs), targets))
-            optimizer.step()
+        train_on(run, loader, forward, optimizer)
     assert_equal(model, alone, 1e-12)
     assert run.all_reduce(sum(len(targets) for _, targets in test), "sum") == len(data)
 
@@ -81,13 +73,8 @@ def check_a_mean_over_tokens_is_one_over_those_of_all_ranks(strategy: Strategy) 
         expected = train_alone(model, data, batch=BATCH * size * accumulate)
         run = init(strategy, accumulate=accumulate)
         forward, optimizer = run.prepare(model, sgd(model))
-        for inputs, targets in run.loader(data, BATCH, weigh_by=lambda batch: (batch[1] != -100).sum()):
-            run.backward(F.cross_entropy(forward(inputs), targets))
-            if run.sync_gradients:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_equal(model, expected, 1e-12)
-        assert_same_on_all_ranks(strategy, model)
+        train_on(run, run.loader(data, BATCH, weigh_by=lambda batch: (batch[1] != -100).sum()), forward, optimizer)
+        assert_equal_everywhere(strategy, model, expected, 1e-12)
 
 
 def check_a_batch_that_counts_for_nothing_has_no_gradient(strategy: Strategy) -> None:
@@ -126,8 +113,7 @@ def check_a_batch_that_counts_for_nothing_has_no_gradient(strategy: Strategy) ->
                 parameter.grad = torch.zeros_like(parameter)
         by_hand.step()
         by_hand.zero_grad()
-    assert_equal(model, alone, 1e-12)
-    assert_same_on_all_ranks(strategy, model)
+    assert_equal_everywhere(strategy, model, alone, 1e-12)
 
 
 def check_a_split_that_each_rank_draws_by_itself_is_told(strategy: Strategy) -> None:

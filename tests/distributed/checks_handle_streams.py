@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
-from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
-from tests.distributed.reference import assert_equal, make_data, make_model, sgd
+from tests.distributed.checks_every_strategy import BATCH, assert_equal_everywhere, train_on
+from tests.distributed.reference import make_data, make_model, sgd
 from trainer import ConfigError, InMemory, StreamLoader, init
 from trainer.strategies.base import Strategy
 
@@ -63,13 +63,8 @@ def check_a_stream_trains_as_one_process_does_on_what_all_ranks_have_drawn(strat
             optimizer.step()
         run = init(strategy, accumulate=accumulate)
         forward, optimizer = run.prepare(model, sgd(model))
-        for inputs, targets in run.loader(Sharded(data), BATCH):
-            run.backward(F.cross_entropy(forward(inputs), targets))
-            if run.sync_gradients:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_equal(model, alone, 1e-12)
-        assert_same_on_all_ranks(strategy, model)
+        train_on(run, run.loader(Sharded(data), BATCH), forward, optimizer)
+        assert_equal_everywhere(strategy, model, alone, 1e-12)
 
 
 def check_streams_of_their_own_give_every_sample_once(strategy: Strategy) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.distributed.checks_every_strategy import assert_same_on_all_ranks, make_trainer
-from tests.distributed.reference import assert_equal, fingerprint, make_data, make_model, sgd, train_alone
+from tests.distributed.checks_every_strategy import assert_equal_everywhere, assert_same_on_all_ranks, make_trainer
+from tests.distributed.reference import fingerprint, make_data, make_model, sgd, train_alone
 from trainer import ConfigError, InMemory, init
 from trainer.data.shard_plan import mix_seeds, permutation
 from trainer.strategies import buckets
@@ -71,8 +71,7 @@ def _train_with_each_setting(strategy: Strategy) -> None:
         model, data = make_model(), make_data(3 * batch + 2)
         expected = train_alone(make_model(), data, batch=batch, clip_norm=settings.get("clip_norm"))
         make_trainer(strategy, model, batch_size=BATCH, **settings).fit(data, epochs=1)
-        assert_equal(model, expected, 1e-11)
-        assert_same_on_all_ranks(strategy, model)
+        assert_equal_everywhere(strategy, model, expected, 1e-11)
 
 
 def check_complex_and_bfloat16_gradients_keep_their_types(strategy: Strategy) -> None:

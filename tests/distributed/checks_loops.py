@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks
+from tests.distributed.checks_every_strategy import BATCH, assert_same_on_all_ranks, train_on
 from tests.distributed.reference import assert_equal, make_data, make_model, sgd
 from trainer import TrainerError, init
 from trainer.data.shard_plan import permutation
@@ -354,10 +354,7 @@ def check_batches_that_are_drawn_ahead_or_kept_count_what_they_are(strategy: Str
         loader = run.loader(data, BATCH)
         steps = epochs * len(loader)
         batches = drawn_ahead(loader) if kind == "ahead" else itertools.islice(itertools.cycle(loader), steps)
-        for inputs, targets in batches:
-            run.backward(F.cross_entropy(forward(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
+        train_on(run, batches, forward, optimizer)
         for index in [*permutation(len(data), epoch=0, seed=0).split(BATCH * strategy.world.size)] * epochs:
             plain.zero_grad()
             F.cross_entropy(expected(data.inputs[index]), data.targets[index]).backward()

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models import resnet18
 
-from tests.distributed.checks_every_strategy import assert_same_on_all_ranks
-from tests.distributed.reference import assert_equal
+from tests.distributed.checks_every_strategy import assert_equal_everywhere
 from trainer import InMemory, init
 from trainer.data.shard_plan import permutation
 from trainer.strategies.base import Strategy
@@ -95,8 +94,7 @@ def compare(strategy: Strategy, make: Callable[[], nn.Module], data: InMemory, *
             nn.utils.clip_grad_norm_(alone.parameters(), _CLIP)
             optimizer.step()
             scheduler.step()
-    assert_equal(model, alone, 1e-10)
-    assert_same_on_all_ranks(strategy, model)
+    assert_equal_everywhere(strategy, model, alone, 1e-10)
 
 
 def images(samples: int) -> InMemory:

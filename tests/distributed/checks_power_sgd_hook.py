@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.checks_every_strategy import assert_same_on_all_ranks
-from tests.distributed.reference import assert_equal, sgd
+from tests.distributed.checks_every_strategy import assert_equal_everywhere
+from tests.distributed.reference import sgd
 from trainer import init
 from trainer.strategies.base import Strategy
 
@@ -66,5 +66,4 @@ def check_powersgd_equals_pytorchs_hook(strategy: Strategy) -> None:
         optimizer.zero_grad()
         run.backward(nn.functional.cross_entropy(wrapped(inputs), targets))
         optimizer.step()
-    assert_equal(model, expected, 1e-10)
-    assert_same_on_all_ranks(strategy, model)
+    assert_equal_everywhere(strategy, model, expected, 1e-10)

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-
-from trainer.ops.processes import processes_with
+from measuring import processes_with
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BIN = Path(sys.executable).parent

@@ -20,8 +20,8 @@ from tests.unit.small_trainings import close_all, start, train
 from trainer import CheckpointConfig, ConfigError, Trainer, TrainerConfig, TrainerError
 from trainer.checkpoint.disk.commit import commit
 from trainer.checkpoint.disk.committed import MANIFEST, find, load, name_of
-from trainer.checkpoint.disk.merge import merge
 from trainer.checkpoint.disk.state_files import STATE, part_name
+from trainer.ops.merge import merge
 
 
 class Touches:

@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from tests.unit.checkpoints import NAME, names
 from trainer.checkpoint.disk.commit import OthersFailedError, begin, commit, contribute
 from trainer.checkpoint.disk.committed import find, load, name_of
-from trainer.checkpoint.disk.merge import merge
 from trainer.checkpoint.disk.state_files import STATE, part_name, read_state
 from trainer.cli import main
 from trainer.errors import ConfigError, TrainerError
 from trainer.models.sharded import Part, Scattered, shard_as
+from trainer.ops.merge import merge
 
 PARTS = [part_name(rank) for rank in (0, 1)]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.watch.compare import compare
-from trainer.watch.job_folder import DIFFERENT, HANG, WAITS, JobVerdict
+from trainer.ops.verdict import DIFFERENT, HANG, WAITS, JobVerdict, compare
 
 STUCK = JobVerdict(HANG, "no progress for 31 s: rank 1 on b is in no collective", (1,))
 ELSEWHERE = JobVerdict(HANG, "the gradients of step 8 at train.py:31")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.hang_watchers import Ranks, absent, run, waiting, watcher_of
+from trainer.ops.verdict import HANG, WAITS, JobVerdict
 from trainer.ops.watcher import watcher as watcher_module
 from trainer.ops.watcher.job import Doing
 from trainer.ops.watcher.watcher import Watcher
-from trainer.watch.job_folder import HANG, WAITS, JobVerdict
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import trainer
+from trainer.ops import verdict
+from trainer.ops.verdict import HANG, JobVerdict, parse_verdict, write_verdict
 from trainer.run import Run
-from trainer.watch import heartbeat, job_folder
+from trainer.watch import heartbeat
 from trainer.watch.heartbeat import MISTAKE, Heartbeat
-from trainer.watch.job_folder import HANG, JobVerdict, folder_name, parse_verdict, write_verdict
+from trainer.watch.job_folder import folder_name
 
 
 @pytest.fixture
@@ -106,6 +108,6 @@ def test_a_verdict_is_not_noted_in_a_folder_that_another_user_could_have_made(
     if job is None:
         monkeypatch.delenv("TRAINER_JOB")
     else:
-        monkeypatch.setattr(job_folder, "is_ours", lambda _: False)
+        monkeypatch.setattr(verdict, "is_ours", lambda _: False)
     write_verdict(JobVerdict(HANG, "rank 1 did not come", (1,)))
     assert not list(tmp_path.glob("*/verdict.json"))

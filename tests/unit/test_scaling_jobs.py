@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from measuring import Finished
 from scaling import jobs
 from scaling.jobs import JobError, Plan, parse_hosts, parse_shapes, time_steps
 from scaling.models import Shape
 
 from tests.unit.scaling_results import timing
 from trainer.errors import ConfigError
-from trainer.ops.processes import Finished
 
 PLAN = Plan(hosts=parse_hosts("a:2,b:2"), script=["own.py"], batch_flag="--batch-size", steps=10, timeout_s=9)
 FOUR = Shape(hosts=2, per_host=2)

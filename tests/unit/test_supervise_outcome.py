@@ -11,8 +11,8 @@ import pytest
 from trainer.ops.supervise.attempt import find_dead
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.outcome import OURS, Attempt, Judgement, judge
+from trainer.ops.verdict import DIFFERENT, HANG, JobVerdict
 from trainer.watch.heartbeat import LOST_PEER, MISTAKE, Heartbeat
-from trainer.watch.job_folder import DIFFERENT, HANG, JobVerdict
 
 ORDERS = list(permutations(range(3)))
 HOSTS = (Host("a", 1), Host("b", 1), Host("c", 1))

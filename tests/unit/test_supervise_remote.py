@@ -14,7 +14,8 @@ import pytest
 
 from trainer.ops.supervise.hosts import Host
 from trainer.ops.supervise.remote import on_all_hosts
-from trainer.watch.job_folder import JobVerdict, folder_name
+from trainer.ops.verdict import JobVerdict
+from trainer.watch.job_folder import folder_name
 
 HERE, THERE = Host("localhost", 1), Host("elsewhere", 1)
 # Takes the place of ssh: the command runs on this machine.
@@ -27,7 +28,7 @@ exec sh -c "$*"
 RANK = """
 import signal, sys, time
 from trainer.watch.heartbeat import report_join, report_step
-from trainer.watch.job_folder import JobVerdict, write_verdict
+from trainer.ops.verdict import JobVerdict, write_verdict
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
 report_join(3)
 report_step(12, is_new=True)

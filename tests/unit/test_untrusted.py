@@ -16,10 +16,10 @@ from trainer.checkpoint.disk.lock import lock_folder
 from trainer.errors import DataError, TrainerError
 from trainer.files import save_atomically
 from trainer.ops.supervise.folder import Events, locked
-from trainer.report.run_record import _append, _checkpoints_of
-from trainer.untrusted import parse_json, read_file
+from trainer.ops.verdict import parse_verdict
+from trainer.report.run_record import _append
+from trainer.untrusted import parse_json, read_dict, read_file
 from trainer.watch.heartbeat import Heartbeat, Record
-from trainer.watch.job_folder import parse_verdict
 
 DEEP = "[" * 100_000
 NAME = name_of(1, 2, 3)
@@ -115,4 +115,4 @@ def test_a_chunk_is_of_numbers(kind: str) -> None:
 
 def test_a_record_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_bytes(b"\xff")
-    assert _checkpoints_of(tmp_path) is None
+    assert read_dict(tmp_path / "settings.json") == {}

@@ -53,13 +53,8 @@ def nccl_version() -> tuple[int, ...] | None:
     except OSError:  # it is a part of PyTorch's own library
         return torch.cuda.nccl.version() if dist.is_nccl_available() else None
     library.ncclGetVersion(ctypes.byref(code))
-    return version_of(code.value)
-
-
-def version_of(code: int) -> tuple[int, int, int]:
-    """Return the version that NCCL's number stands for: 23007 is 2.30.7, and before 2.9 it was 2804 for 2.8.4."""
-    thousands = 10_000 if code >= 10_000 else 1_000
-    return code // thousands, code % thousands // 100, code % 100
+    number = code.value  # as 23007
+    return number // 10_000, number % 10_000 // 100, number % 100
 
 
 def gpu_id(device: torch.device) -> str | None:

@@ -20,8 +20,8 @@ class Launcher:
     """Names by which `trainer run` and `trainer.launch` start it, each with the options that it gets."""
     strategy: str = "horovod"
     """The default strategy of its ranks."""
-    rendezvous: Literal["none", "store", "MPI", "MPI or Horovod"] = "MPI"
-    """What carries the ranks' first messages: a store of torch.distributed, MPI, or Horovod's controller."""
+    rendezvous: Literal["none", "store", "MPI"] = "MPI"
+    """What carries the ranks' first messages: torch.distributed's store, or MPI (Horovod under `horovodrun --gloo`)."""
     reaches_hosts: bool = True
     """Whether it starts ranks on other hosts itself; otherwise an agent of it is started on each host."""
     marks_output: bool = True
@@ -53,7 +53,6 @@ _ALL = (
         variables=("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
         programs=("horovodrun",),
         starts={"horovodrun": (), "mpi": ("--mpi",), "gloo": ("--gloo",)},
-        rendezvous="MPI or Horovod",
         shares_session=True,
     ),
     Launcher(

@@ -25,8 +25,7 @@ def locate_open_mpi() -> None:
 
 def connects_by_mpi(world: World) -> bool:
     """Return whether the launcher of these ranks has started them so that MPI can connect them."""
-    rendezvous = LAUNCHERS[world.launcher].rendezvous
-    return rendezvous == "MPI" or (rendezvous == "MPI or Horovod" and not is_gloo_controlled())
+    return LAUNCHERS[world.launcher].rendezvous == "MPI" and not is_gloo_controlled()
 
 
 def import_mpi(world: World, *, for_what: str) -> Any:

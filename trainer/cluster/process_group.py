@@ -7,25 +7,32 @@ whatever sums its gradients.
 from __future__ import annotations
 
 import os
+import secrets
+import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from trainer.cluster import network
 from trainer.cluster.environment import set_default
 from trainer.cluster.launchers import LAUNCHERS
-from trainer.cluster.network import address_toward_master, choose_gloo_interface, gloo_on_loopback
+from trainer.cluster.mpi import connects_by_mpi, import_mpi
 from trainer.cluster.output import warn
-from trainer.cluster.rendezvous import Rendezvous, init_process_group
 from trainer.cluster.world import World
 from trainer.errors import ConfigError
 
 _TIMEOUT = timedelta(minutes=30)
 """Of a collective: torch's own for Gloo. The watch for hangs ends a job earlier."""
 _GLOO_SHUTDOWN_S = 0.05
+AllGather = Callable[[str], list[str]]
+"""Returns every rank's text, in the order of the ranks. Collective."""
 
 
 def join_group(world: World) -> tuple[dist.ProcessGroup | None, Callable[[], None]]:
@@ -45,7 +52,7 @@ def join_group(world: World) -> tuple[dist.ProcessGroup | None, Callable[[], Non
         _check_ranks(world)
         if "cpu" in dist.get_backend_config():
             return None, lambda: None
-        choose_gloo_interface(address_toward_master(is_one_host=world.local_size == world.size))
+        network.choose_gloo_interface(network.address_toward_master(is_one_host=world.local_size == world.size))
         host_group: Any = dist.new_group(backend="gloo")
         return host_group, lambda: None
     backend = "gloo"
@@ -53,15 +60,13 @@ def join_group(world: World) -> tuple[dist.ProcessGroup | None, Callable[[], Non
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(world.device)
     if world.size == 1:
-        with gloo_on_loopback():
+        with network.gloo_on_loopback():
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     elif LAUNCHERS[world.launcher].rendezvous == "store":
-        choose_gloo_interface(address_toward_master(is_one_host=world.local_size == world.size))
+        network.choose_gloo_interface(network.address_toward_master(is_one_host=world.local_size == world.size))
         dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
     else:
-        rendezvous = Rendezvous(world)
-        init_process_group(backend, world, rendezvous, timeout=_TIMEOUT)
-        rendezvous.close()
+        _init_process_group(backend, world)
     return None, _leave
 
 
@@ -98,3 +103,87 @@ def _check_ranks(world: World) -> None:
             f"torch.distributed's process group was made before trainer.init, and this is rank {theirs[0]} of "
             f"{theirs[1]} there; for {world.launcher} it is rank {world.rank} of {world.size}, which must be the same"
         )
+
+
+# Where no store of torch.distributed's connects the ranks, they find one another over what their launcher provides.
+
+
+def _init_process_group(backend: str, world: World) -> None:
+    """Call torch.distributed's `init_process_group`, on the network between the ranks. Collective.
+
+    On one host, the ranks share a store that no other user can open. On several, rank 0 serves one over TCP.
+    """
+    with _over_launcher(world) as all_gather:
+        hosts = all_gather(network.host_id())
+        address = network.address_toward(hosts)
+        network.choose_gloo_interface(address)
+        if "nccl" in backend:
+            network.choose_nccl_interface(address)
+        store = _share_memory(world, all_gather) if len(set(hosts)) == 1 else None
+        store = store or _connect_by_tcp(address, world, all_gather)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
+
+
+@contextmanager
+def _over_launcher(world: World) -> Iterator[AllGather]:
+    """Yield a function that gathers texts by MPI, or by Horovod's controller where that is all that connects ranks."""
+    horovod = sys.modules.get("horovod.torch")
+    if connects_by_mpi(world) and not (horovod and horovod.is_initialized()):  # it is by strategy 'horovod'
+        comm: Any = import_mpi(world, for_what="the rendezvous of these ranks").COMM_WORLD
+        yield comm.allgather
+        return
+    import horovod.torch as hvd
+
+    is_ours = not hvd.is_initialized()  # else whoever initialized it shuts it down as well
+    hvd.init()
+    yield hvd.allgather_object
+    if is_ours:
+        hvd.shutdown()
+
+
+def _share_memory(world: World, all_gather: AllGather) -> Any:
+    """Return a store in a file that is only in memory; None where a rank cannot open it, as in another PID namespace.
+
+    The file is in no folder, so that no start finds that of another one, and none is left after a kill. Every rank
+    keeps it open until its process ends: the store opens it again and again by the number of this descriptor, which
+    must not become that of another file.
+    """
+    name = f"trainer.store.{secrets.token_hex(16)}"
+    descriptor = _make_file(name) if world.is_root else None
+    place = all_gather("" if descriptor is None else f"/proc/{os.getpid()}/fd/{descriptor} {name}")[0]
+    if place and not world.is_root:
+        descriptor = _open_file(*place.split())
+    if all(all_gather("" if descriptor is None else "open")):
+        return dist.FileStore(f"/proc/self/fd/{descriptor}")  # type: ignore[attr-defined]
+    if descriptor is not None:
+        os.close(descriptor)
+    return None
+
+
+def _make_file(name: str) -> int | None:
+    try:
+        return os.memfd_create(name)
+    except (AttributeError, OSError):  # another system than Linux, or a sandbox that forbids it
+        return None
+
+
+def _open_file(path: str, name: str) -> int | None:
+    """Open the file of another rank; None where this process sees none, or one of another name, in this place."""
+    try:
+        return os.open(path, os.O_RDWR) if str(Path(path).readlink()).startswith(f"/memfd:{name} ") else None
+    except OSError:
+        return None
+
+
+def _connect_by_tcp(address: str, world: World, all_gather: AllGather) -> Any:
+    make_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store = _serve_store(make_store, address, world.size) if world.is_root else None
+    host, port = all_gather(f"{address} {store.port}" if store else "")[0].split()
+    return store or make_store(host, int(port), world.size, False)
+
+
+def _serve_store(make_store: Any, address: str, ranks: int) -> Any:
+    # Left to itself, the store listens on every interface, and it asks nobody who they are.
+    listener = socket.create_server((address, 0), backlog=max(128, ranks))
+    port = listener.getsockname()[1]
+    return make_store(address, port, ranks, True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -58,7 +58,6 @@ def look(pid: int, thread: int = 0) -> Process:
         process = read_process(pid)
         if process.state not in "ZX":
             with suppress(OSError, ValueError, IndexError):
-                trains = read_process(pid, thread or pid)
-                return Process(trains.state, trains.cpu_s)
+                return read_process(pid, thread or pid)
             return process
     return Process(GONE, 0.0)

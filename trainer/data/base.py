@@ -172,6 +172,7 @@ class Loader(ABC):
         self.world = world or current_world()
         self.training, self.drop_last, self.accumulate = training, drop_last, accumulate
         self.seed = self._given_seed = seed
+        """Of orders and random numbers. It may be changed; positions refer to the seed of the constructor."""
         self.num_workers, self._options = num_workers, options
         self.unit = "batches" if is_ready else "samples"
         """What an epoch is counted in: "samples", or "batches" where these come whole and are not cut."""
@@ -232,10 +233,6 @@ class Loader(ABC):
             steps = observer.wrap(self, steps)
         return steps
 
-    def use_seed(self, seed: int) -> None:
-        """Draw orders and random numbers from this seed, while positions still refer to the seed of the constructor."""
-        self.seed = seed
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position in units, so that any number of ranks can go on there, and what it depends on."""
         taken = self.taken or self.start
@@ -250,7 +247,7 @@ class Loader(ABC):
                     f"the checkpoint's position holds for {name} {state.get(name)}, and here it is {here}"
                 )
         self.epoch, self.start = state["epoch"], state["taken"]
-        self.use_seed(state["own_seed"])
+        self.seed = state["own_seed"]
 
     @abstractmethod
     def _position_depends_on(self, is_within: bool) -> Mapping[str, Any]:

@@ -122,12 +122,7 @@ class ShardedLoader(Loader):
         """Items in the dataset: samples, or batches if `batch_size` is None. A sampler may draw another number."""
         shuffle = training if shuffle is None else shuffle
         self._order = EpochOrder(
-            self.dataset_length,
-            shuffle=shuffle,
-            seed=self.seed,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            group=self._group,
+            self.dataset_length, shuffle=shuffle, sampler=sampler, batch_sampler=batch_sampler, group=self._group
         )
         self._is_drawn = sampler is not None or batch_sampler is not None
         self._whole_plan = self._make_plan(batch_size, global_batch_size)
@@ -203,10 +198,6 @@ class ShardedLoader(Loader):
         """Return the steps in an epoch, the same on every rank. In an evaluation a rank may have fewer."""
         return self.plan.steps
 
-    def use_seed(self, seed: int) -> None:
-        super().use_seed(seed)
-        self._order.seed = seed
-
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if state["taken"] and self._order.drawn is not None:
@@ -281,7 +272,7 @@ class ShardedLoader(Loader):
                 f"the dataset had {self.dataset_length} samples when its loader was made, and has {length} now; make "
                 "another loader after it has changed"
             )
-        epoch = self._order.draw_epoch(self.epoch)
+        epoch = self._order.draw_epoch(self.epoch, self.seed)
         self.epoch += 1
         self._plan_for(len(epoch))
         return epoch

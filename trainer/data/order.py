@@ -99,7 +99,6 @@ class EpochOrder:
         dataset_length: int,
         *,
         shuffle: bool,
-        seed: int,
         sampler: Drawn | None,
         batch_sampler: DrawnBatches | None,
         group: Group | None,
@@ -111,7 +110,6 @@ class EpochOrder:
         self.description: Any = shuffle if self._is_table else shuffle and "computed"
         self.drawn: list[int] | None = None
         """Number of the epoch that was drawn last, and a checksum of what was drawn; None without a sampler."""
-        self.seed = seed
         self._dataset_length, self._shuffle = dataset_length, shuffle
         self._sampler, self._batch_sampler, self._group = sampler, batch_sampler, group
         self._expected: list[int] | None = None
@@ -136,7 +134,7 @@ class EpochOrder:
         """Compare the next draw with that of an interrupted run, given as its `drawn`."""
         self.drawn = self._expected = drawn
 
-    def draw_epoch(self, epoch: int) -> Epoch:
+    def draw_epoch(self, epoch: int, seed: int) -> Epoch:
         """Return the order of an epoch, whose number begins at 0. Collective if there is a sampler.
 
         Raises:
@@ -144,25 +142,25 @@ class EpochOrder:
                 or something else than in the interrupted run.
         """
         if self._batch_sampler is not None:
-            batches = self._draw(self._batch_sampler, epoch, _batch)
+            batches = self._draw(self._batch_sampler, epoch, seed, _batch)
             if not batches:
                 raise ConfigError(f"{type(self._batch_sampler).__name__} has drawn no batch for epoch {epoch} (from 0)")
             keys = [key for batch in batches for key in batch]
             return Epoch(_compact(keys), [0, *accumulate(map(len, batches))])
         sampler: Any = self._sampler
         if type(sampler) is RandomSampler and sampler.replacement and self.units > _MOST_DRAWN:
-            return Epoch(Permutation(self.units, mix_seeds(self.seed, epoch), len(sampler.data_source)))
+            return Epoch(Permutation(self.units, mix_seeds(seed, epoch), len(sampler.data_source)))
         if self._sampler is not None:
-            keys = self._draw(self._sampler, epoch, _key)
+            keys = self._draw(self._sampler, epoch, seed, _key)
             if len(keys) != self.units:
                 raise ConfigError(f"the sampler has drawn {len(keys)} samples, and its length is {self.units}")
             return Epoch(_compact(keys))
         if self._shuffle and self._is_table:
-            return Epoch(permutation(self._dataset_length, epoch=epoch, seed=self.seed))
-        return Epoch(Permutation(self._dataset_length, mix_seeds(self.seed, epoch) if self._shuffle else None))
+            return Epoch(permutation(self._dataset_length, epoch=epoch, seed=seed))
+        return Epoch(Permutation(self._dataset_length, mix_seeds(seed, epoch) if self._shuffle else None))
 
-    def _draw(self, sampler: Iterable[Any], epoch: int, convert: Callable[[Any], Any]) -> list[Any]:
-        drawn = [convert(item) for item in draw(sampler, epoch=epoch, seed=self.seed)]
+    def _draw(self, sampler: Iterable[Any], epoch: int, seed: int, convert: Callable[[Any], Any]) -> list[Any]:
+        drawn = [convert(item) for item in draw(sampler, epoch=epoch, seed=seed)]
         if self._group is not None:
             drawn = self._group.broadcast(drawn)
         self.drawn, expected, self._expected = [epoch, zlib.crc32(repr(drawn).encode())], self._expected, None

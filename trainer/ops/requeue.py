@@ -35,8 +35,6 @@ def add_parser(new: Callable[..., argparse.ArgumentParser]) -> None:
         help="decide in a job file whether the job goes back into the queue",
         description="Decide whether a job whose ranks have ended goes back into the queue.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("code", type=int, metavar="CODE", help="the exit code of what has started the ranks")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of the job's logs; srun.log is what srun has said")

@@ -39,11 +39,13 @@ class LoopReport:
         self._world, self._settings = world, settings
         self.optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
         """The prepared optimizers that are still held, for settings.json."""
-        self._epochs = range(0)
+        self.epochs = range(0)
+        """The epochs that the loop is about to run."""
         self._folder: RunFolder | None = None
         self.has_named_folder = False
         """Whether the script has named the record's folder, so that a later start would have to go on in it."""
-        self._functions: list[LogFunction] = []
+        self.functions: list[LogFunction] = []
+        """See `Run.log_to`."""
         self._display: Display | None = None
         self._shown: list[str] = []
 
@@ -63,10 +65,6 @@ class LoopReport:
         self._folder = RunFolder(self._world, broadcast_object, folder, facts)
         return self._folder.path
 
-    def log_to(self, function: LogFunction) -> None:
-        """See `Run.log_to`."""
-        self._functions.append(function)
-
     def log(self, values: Mapping[str, Tensor | float], step: int) -> None:
         """See `Run.log`.
 
@@ -79,7 +77,7 @@ class LoopReport:
                 raise ConfigError(f"run.log writes {name!r} itself; call the value something else")
         if not self._world.is_root:
             return
-        if self._folder is None and self._display is None and not self._functions:
+        if self._folder is None and self._display is None and not self.functions:
             raise ConfigError(
                 "run.log has nowhere to write: call run.record() for a folder, run.log_to(function) for a tracker, or "
                 "go over the loader with run.progress(loader), which shows the values"
@@ -89,12 +87,8 @@ class LoopReport:
         self._shown = [f"{name} {number:.4g}" for name, number in numbers.items()]
         if self._folder is not None:
             self._folder.append_step(step, numbers)
-        for function in self._functions:
+        for function in self.functions:
             function(numbers, step)
-
-    def begin(self, epochs: range) -> None:
-        """Note which epochs the loop is about to run."""
-        self._epochs = epochs
 
     def watch(self, loader: Loader) -> Iterator[Any]:
         """See `Run.progress`."""
@@ -108,7 +102,7 @@ class LoopReport:
         try:
             for number, batch in enumerate(loader, 1):
                 name = f"epoch {loader.epoch}" if loader.training else "evaluation"
-                name += f"/{self._epochs.stop}" * (loader.training and loader.epoch - 1 in self._epochs)
+                name += f"/{self.epochs.stop}" * (loader.training and loader.epoch - 1 in self.epochs)
                 display.show(name, done, samples, self._shown, loader.unit)
                 yield batch
                 done = loader.taken if loader.training else loader.samples_after(number)

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from trainer.cluster.environment import is_gloo_controlled, set_default, user_set
 from trainer.cluster.mpi import connects_by_mpi
-from trainer.cluster.network import choose_nccl_interface
 from trainer.cluster.world import World
 from trainer.tuning.host import tune_host
 from trainer.tuning.open_mpi import tune_open_mpi
@@ -52,8 +51,6 @@ def tune(world: World, *, horovod: bool = False) -> dict[str, str]:
 def tune_horovod(world: World) -> dict[str, str]:
     """Set Horovod's variables for this host; return what was set, and why."""
     chosen: dict[str, str] = {}
-    if world.device.type == "cuda" and world.size > world.local_size:
-        choose_nccl_interface()
     # Horovod's autotuning leaves a value alone that is set.
     if world.size == 1 or user_set("HOROVOD_AUTOTUNE"):
         return chosen

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -81,15 +79,6 @@ def host_cores() -> int:
 def in_container() -> bool:
     """Return whether Docker or Podman started this process."""
     return any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv"))
-
-
-def cpu_model() -> str:
-    """Return the processor's name, or the architecture's where the kernel does not tell."""
-    try:
-        name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        name = None
-    return name[1] if name else platform.machine()
 
 
 def _threads(world: World) -> int | None:

@@ -14,11 +14,10 @@ from pathlib import Path
 from tests.security.fuzz.target import Target
 from trainer.checkpoint.disk.committed import Manifest, load, name_of, order_of
 from trainer.checkpoint.disk.durable import FileEntry
-from trainer.checkpoint.disk.lock import _read_holder
 from trainer.checkpoint.run.storage import load_run
 from trainer.errors import DataError
 from trainer.ops import requeue
-from trainer.untrusted import parse_json
+from trainer.untrusted import parse_json, read_dict
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own in it)
 
@@ -102,7 +101,7 @@ def _all_facts() -> list[bytes]:
 
 
 def _lock(data: bytes) -> None:
-    assert isinstance(_read_holder(_file("lock", data)), dict)
+    assert isinstance(read_dict(_file("lock", data)), dict)
 
 
 def _requeue(data: bytes) -> None:

@@ -22,8 +22,8 @@ from trainer.ops.doctor.call import MARK, Call, CallError
 from trainer.ops.doctor.remote import exchange
 from trainer.ops.supervise import remote
 from trainer.ops.supervise.hosts import Host
+from trainer.ops.verdict import HANG, JobVerdict, parse_verdict
 from trainer.watch.heartbeat import SIZE, Heartbeat, Record, State
-from trainer.watch.job_folder import HANG, JobVerdict, parse_verdict
 
 _TOKEN = "ab" * 32
 

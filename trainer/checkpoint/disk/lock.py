@@ -7,12 +7,10 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from trainer.errors import TrainerError
-from trainer.untrusted import lock_own, parse_json, read_file
+from trainer.untrusted import lock_own, read_dict
 
 _NAME = ".lock"
 _FORMER_JOB_ENDS_S = 10.0
@@ -39,7 +37,7 @@ def lock_folder(folder: Path, job: str) -> io.FileIO | None:
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            holder = _read_holder(path)
+            holder = read_dict(path)
             if holder.get("job") == job:
                 return None
             if (lock := lock_own(path, text)) is not None:
@@ -53,10 +51,3 @@ def lock_folder(folder: Path, job: str) -> io.FileIO | None:
                 who = "an earlier run of this script, which was not closed"
             raise TrainerError(f"the checkpoints' folder {folder} is in use by {who}; name another folder")
         time.sleep(_POLL_S)
-
-
-def _read_holder(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        holder = parse_json(read_file(path))
-        return holder if isinstance(holder, dict) else {}
-    return {}

@@ -37,8 +37,6 @@ def add_parser(new: Callable[..., argparse.ArgumentParser]) -> None:
         help="look at hosts and the network between them",
         description="Look at hosts, and at the network between them, for what would make a\ntraining fail there.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         usage="trainer doctor [-H HOST:SLOTS,…] [options] [COMMAND …]",
     )
     add = parser.add_argument

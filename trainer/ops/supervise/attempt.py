@@ -20,9 +20,9 @@ from trainer.ops.supervise.options import Options
 from trainer.ops.supervise.outcome import OURS, Attempt, judge
 from trainer.ops.supervise.remote import Answer, on_all_hosts
 from trainer.ops.supervise.signals import Signals
-from trainer.watch.compare import compare
+from trainer.ops.verdict import WAITS, compare
 from trainer.watch.heartbeat import DONE, PREEMPTED, Heartbeat
-from trainer.watch.job_folder import WAITS, folder_name, is_ours
+from trainer.watch.job_folder import folder_name, is_ours
 
 _POLL_S = 5.0
 """How often other hosts are asked."""

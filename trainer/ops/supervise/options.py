@@ -124,8 +124,6 @@ def add_parser(new: Callable[..., argparse.ArgumentParser]) -> None:
         help="start a training, and start it again after a failure",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         usage="trainer run [@FILE] -np N [-H HOST:SLOTS,…] [options] COMMAND …",
     )
     for name, (option, kind, metavar, text) in _OPTIONS.items():

@@ -11,8 +11,8 @@ from typing import Literal
 from trainer.cluster import exit_codes
 from trainer.errors import named_ranks
 from trainer.ops.supervise.hosts import Host, names, slots_of
+from trainer.ops.verdict import DIFFERENT, HANG, JobVerdict
 from trainer.watch.heartbeat import DONE, LOST_PEER, MISTAKE, PREEMPTED, Heartbeat
-from trainer.watch.job_folder import DIFFERENT, HANG, JobVerdict
 
 # 2 is argparse's code; 126 and 127 are a shell's for a command that it cannot run, or does not find.
 _MISTAKES = (exit_codes.MISTAKE, 2, 126, 127)

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.ops.supervise.hosts import Host
+from trainer.ops.verdict import VERDICT, JobVerdict, parse_verdict
 from trainer.watch.heartbeat import SIZE, Heartbeat
-from trainer.watch.job_folder import JOB, SIGTERM, VERDICT, JobVerdict, parse_verdict
+from trainer.watch.job_folder import JOB, SIGTERM
 
 Action = Literal["make", "look", "preempt", "kill"]
 _HEAD = re.compile(rb"trainer-host(?: [0-9]{1,7})*")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from trainer.cluster.output import say, warn
 from trainer.files import write_atomically
+from trainer.ops.verdict import DIFFERENT, HANG, WAITS, JobVerdict, write_verdict
 from trainer.ops.watcher.job import Doing, Host, Settings, View
 from trainer.ops.watcher.judge import Verdict, explain, judge
 from trainer.ops.watcher.ranks import LocalRanks
-from trainer.watch.job_folder import DIFFERENT, HANG, WAITS, JobVerdict, write_verdict
 
 _LIMIT_S = 540.0
 """The limit where the user has set none: longer than ranks usually work by themselves, as in a checkpoint."""

@@ -1,4 +1,4 @@
-"""Merge: makes one file for plain PyTorch of a checkpoint that ranks have written in parts."""
+"""`trainer merge`: makes one file for plain PyTorch of a checkpoint that ranks have written in parts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainer.cluster.output import print_line
 from trainer.errors import ConfigError, DataError
 from trainer.files import save_atomically
 
-_DESCRIPTION = (
-    "Write the whole state of a checkpoint into one file, for torch.load(FILE, weights_only=True); or its model's "
-    "weights into FILE.safetensors."
-)
+_DESCRIPTION = """\
+Write the whole state of a checkpoint into one file, for torch.load(FILE,
+weights_only=True); or its model's weights into FILE.safetensors.
+"""
 
 
 def add_parser(new: Callable[..., argparse.ArgumentParser]) -> None:

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from trainer.ops.processes import INTERRUPTS, Finished, interrupt_on, run
+from measuring import INTERRUPTS, Finished, interrupt_on, run
 
 
 def finished(stdout: str = "", stderr: str = "") -> Finished:

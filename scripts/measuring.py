@@ -1,9 +1,10 @@
-"""Run a command, such as a launcher with all its ranks, and end every process that it leaves."""
+"""What measurements share: run a command with all its ranks, end every process that it leaves, name the processor."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -159,3 +160,12 @@ def processes_with(variable: str, value: str) -> list[psutil.Process]:
             if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
                 marked.append(process)
     return marked
+
+
+def cpu_model() -> str:
+    """Return the processor's name, or the architecture's where the kernel does not tell."""
+    try:
+        name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        name = None
+    return name[1] if name else platform.machine()

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,11 @@ import torch.distributed as dist
 
 from tests.unit.ranks_as_threads import Threads
 from trainer import World
-from trainer.cluster import rendezvous as module
-from trainer.cluster.rendezvous import Rendezvous, _open_file, _share_memory, init_process_group
+from trainer.cluster import network
+from trainer.cluster import process_group as module
+from trainer.cluster.process_group import _init_process_group, _open_file, _share_memory
 
 DESCRIPTORS = Path("/proc/self/fd")
-
-
-class ThreadRendezvous(Rendezvous):
-    """The rendezvous of a rank that is a thread."""
-
-    def __init__(self, world: World, threads: Threads) -> None:
-        self.close = lambda: None
-        self._gather = threads.strategy(world.rank).all_gather_object
-
-    def all_gather(self, text: str) -> list[str]:
-        texts: list[str] = self._gather(text)
-        return texts
 
 
 def stores_of(ranks: int) -> list[Any]:
@@ -39,8 +28,7 @@ def stores_of(ranks: int) -> list[Any]:
     threads = Threads(ranks)
 
     def share(rank: int) -> Any:
-        world = World(rank=rank, size=ranks)
-        return _share_memory(world, ThreadRendezvous(world, threads))
+        return _share_memory(World(rank=rank, size=ranks), threads.strategy(rank).all_gather_object)
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(share, range(ranks)))
@@ -129,15 +117,17 @@ def test_a_job_on_one_host_serves_no_store(
 ) -> None:
     """On several hosts it does, as without a file that all ranks can open."""
     threads, stores, this = Threads(2), {}, threading.local()
-    monkeypatch.setattr(module, "host_id", lambda: hosts[this.rank])
-    monkeypatch.setattr(module, "address_toward", lambda _: "127.0.0.1")
-    monkeypatch.setattr(module, "choose_gloo_interface", lambda _: None)
+    monkeypatch.setattr(
+        module, "_over_launcher", lambda world: nullcontext(threads.strategy(world.rank).all_gather_object)
+    )
+    monkeypatch.setattr(network, "host_id", lambda: hosts[this.rank])
+    monkeypatch.setattr(network, "address_toward", lambda _: "127.0.0.1")
+    monkeypatch.setattr(network, "choose_gloo_interface", lambda _: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, store, rank, **__: stores.update({rank: store}))
 
     def join(rank: int) -> None:
         this.rank = rank
-        world = World(rank=rank, size=2)
-        init_process_group("gloo", world, ThreadRendezvous(world, threads))
+        _init_process_group("gloo", World(rank=rank, size=2))
 
     with closed_afterwards():
         with ThreadPoolExecutor(2) as pool:
