@@ -12,6 +12,7 @@ import manual
 import pytest
 import torch
 
+from benchmarks.launching import PEERS
 from tests.distributed.harness import ROOT, Outcome
 from tests.distributed.pages import PAGES, units
 from tests.distributed.snippets import LAUNCHED, check_weights, in_shell, name_of, write_snippets
@@ -19,6 +20,8 @@ from tests.requirements import slow
 
 # These differ from the others in the launcher alone, under which the checks of `jobs` run.
 VARIANTS = ("horovodrun --gloo", "mpirun", "torchrun")
+
+PYTHON = f"{PEERS}/bin/python"
 
 Trained = Callable[[str], tuple[Path, list[str], Outcome]]
 
@@ -70,11 +73,26 @@ model.__class__ = Linear
 """,
         "assert (size, len(loader)) == (64, 8)",
     ),
+    (
+        "import os; os.environ['SLURM_ARRAY_TASK_ID'] = '5'",
+        "assert (optimizer.param_groups[0]['lr'], len(loader), checkpoints.config.folder) == (0.2, 10, 'runs/sweep/5')",
+    ),
 ]
+# In the sweep's first trial, a rank runs out of memory.
+FAILING = """    torch.manual_seed(0)
+    if run.is_root and not pathlib.Path("failed").exists():
+        pathlib.Path("failed").touch()
+        raise torch.OutOfMemoryError("a GPU's")
+"""
+
+
+def recipes_of(containing: str = "") -> list[str]:
+    blocks = [unit.text for unit in units("python") if unit.page == "docs/recipes.md"]
+    return [text for text in blocks if containing in text]
 
 
 def test_each_recipe_does_what_it_says(tmp_path: Path) -> None:
-    common, *recipes = [unit.text for unit in units("python") if unit.page == "docs/recipes.md"]
+    common, *recipes = [text for text in recipes_of() if not re.search("^import (optuna|hydra)|omegaconf", text, re.M)]
     scripts = [
         "\n".join([common, before, recipe, check]) for recipe, (before, check) in zip(recipes, CHECKED, strict=True)
     ]
@@ -83,6 +101,29 @@ def test_each_recipe_does_what_it_says(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.output
     assert outcome.output.count("all") == 2
     assert "trainer: WARNING" not in outcome.output
+
+
+@pytest.mark.needs("peers")
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_a_trial_that_fails(tmp_path: Path) -> None:
+    [sweep] = recipes_of("import optuna")
+    sweep = sweep.replace("n_trials=20", "n_trials=2").replace("    torch.manual_seed(0)\n", FAILING)
+    told = "    print([trial.state.name for trial in study.trials])"
+    (tmp_path / "sweep.py").write_text(f"import pathlib\n{sweep}\n{told}")
+    outcome = in_shell(tmp_path, f"{PYTHON} sweep.py")
+    assert "['FAIL', 'COMPLETE']" in outcome.output, outcome.output
+
+
+@pytest.mark.needs("peers")
+@pytest.mark.slow
+def test_all_ranks_have_one_configuration(tmp_path: Path) -> None:
+    given = {"import hydra": "--multirun rate=0.1,0.2", "OmegaConf.from_cli": "rate=0.3"}
+    for containing, options in given.items():
+        (tmp_path / "train.py").write_text(*recipes_of(containing))
+        outcome = in_shell(tmp_path, f"horovodrun -np 2 {PYTHON} train.py {options} init.precision=bf16")
+        assert outcome.code == 0, outcome.output
+        assert ",".join(re.findall("rate (.*), precision bf16", outcome.output)) == options.partition("=")[2]
+    assert len(list(tmp_path.rglob("*.yaml"))) == 7, "one folder for both ranks"
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])
