@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.launching import PEERS
 from tests.distributed.harness import ROOT, Outcome
-from tests.distributed.pages import PAGES, units
+from tests.distributed.pages import PAGES, launching_units, units
 from tests.distributed.snippets import LAUNCHED, check_weights, in_shell, name_of, write_snippets
 from tests.requirements import slow
 
@@ -78,12 +78,6 @@ model.__class__ = Linear
         "assert (optimizer.param_groups[0]['lr'], len(loader), checkpoints.config.folder) == (0.2, 10, 'runs/sweep/5')",
     ),
 ]
-# In the sweep's first trial, a rank runs out of memory.
-FAILING = """    torch.manual_seed(0)
-    if run.is_root and not pathlib.Path("failed").exists():
-        pathlib.Path("failed").touch()
-        raise torch.OutOfMemoryError("a GPU's")
-"""
 
 
 def recipes_of(containing: str = "") -> list[str]:
@@ -105,13 +99,13 @@ def test_each_recipe_does_what_it_says(tmp_path: Path) -> None:
 
 @pytest.mark.needs("peers")
 @pytest.mark.slow
-def test_a_sweep_goes_on_after_a_trial_that_fails(tmp_path: Path) -> None:
+def test_a_sweep_launches_its_trials(tmp_path: Path) -> None:
+    function, _, _ = launching_units()[0].text.partition("if __name__")
     [sweep] = recipes_of("import optuna")
-    sweep = sweep.replace("n_trials=20", "n_trials=2").replace("    torch.manual_seed(0)\n", FAILING)
     told = "    print([trial.state.name for trial in study.trials])"
-    (tmp_path / "sweep.py").write_text(f"import pathlib\n{sweep}\n{told}")
+    (tmp_path / "sweep.py").write_text(f"{function}{sweep.replace('n_trials=20', 'n_trials=1')}\n{told}")
     outcome = in_shell(tmp_path, f"{PYTHON} sweep.py")
-    assert "['FAIL', 'COMPLETE']" in outcome.output, outcome.output
+    assert "['COMPLETE']" in outcome.output, outcome.output
 
 
 @pytest.mark.needs("peers")
@@ -119,7 +113,10 @@ def test_a_sweep_goes_on_after_a_trial_that_fails(tmp_path: Path) -> None:
 def test_all_ranks_have_one_configuration(tmp_path: Path) -> None:
     given = {"import hydra": "--multirun rate=0.1,0.2", "OmegaConf.from_cli": "rate=0.3"}
     for containing, options in given.items():
-        (tmp_path / "train.py").write_text(*recipes_of(containing))
+        script = [recipes_of()[0], *recipes_of(containing)]
+        if "hydra" not in containing:
+            script.append('run.print(f"rate {config.rate}, precision {run.config.precision}")')
+        (tmp_path / "train.py").write_text("\n".join(script))
         outcome = in_shell(tmp_path, f"horovodrun -np 2 {PYTHON} train.py {options} init.precision=bf16")
         assert outcome.code == 0, outcome.output
         assert ",".join(re.findall("rate (.*), precision bf16", outcome.output)) == options.partition("=")[2]
