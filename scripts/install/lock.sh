@@ -19,7 +19,7 @@ compile build.txt --constraint requirements/run.txt --group build
 compile uv.txt --group uv
 compile sbom.txt --group sbom
 compile audit.txt --group audit
-# trackio wants an older Pillow than the rest has.
-awk '/^[^ #]/ { skip = /^pillow==/ } !skip' requirements/run.txt > "$shared"
+# trackio wants an older Pillow than the rest has, and botocore an older python-dateutil.
+awk '/^[^ #]/ { skip = /^(pillow|python-dateutil)==/ } !skip' requirements/run.txt > "$shared"
 compile peers.txt --constraint "$shared" --group peers
 compile dev.txt --constraint requirements/run.txt --constraint requirements/build.txt --group dev

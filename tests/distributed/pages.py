@@ -31,7 +31,7 @@ def units(kind: str) -> list[Unit]:
 
 def launching_units() -> list[Unit]:
     """Return the Python blocks that start ranks themselves; a launcher starts none of them."""
-    return [unit for unit in units("python") if "trainer.launch(" in unit.text]
+    return [unit for unit in units("python") if "trainer.launch(" in unit.text and "import optuna" not in unit.text]
 
 
 def _read_page(page: str) -> Iterator[Unit]:

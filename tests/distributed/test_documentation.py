@@ -12,13 +12,16 @@ import manual
 import pytest
 import torch
 
+from benchmarks.launching import PEERS
 from tests.distributed.harness import ROOT, Outcome
-from tests.distributed.pages import PAGES, units
+from tests.distributed.pages import PAGES, launching_units, units
 from tests.distributed.snippets import LAUNCHED, check_weights, in_shell, name_of, write_snippets
 from tests.requirements import slow
 
 # These differ from the others in the launcher alone, under which the checks of `jobs` run.
 VARIANTS = ("horovodrun --gloo", "mpirun", "torchrun")
+
+PYTHON = f"{PEERS}/bin/python"
 
 Trained = Callable[[str], tuple[Path, list[str], Outcome]]
 
@@ -70,11 +73,20 @@ model.__class__ = Linear
 """,
         "assert (size, len(loader)) == (64, 8)",
     ),
+    (
+        "import os; os.environ['SLURM_ARRAY_TASK_ID'] = '5'",
+        "assert (optimizer.param_groups[0]['lr'], len(loader), checkpoints.config.folder) == (0.2, 10, 'runs/sweep/5')",
+    ),
 ]
 
 
+def recipes_of(containing: str = "") -> list[str]:
+    blocks = [unit.text for unit in units("python") if unit.page == "docs/recipes.md"]
+    return [text for text in blocks if containing in text]
+
+
 def test_each_recipe_does_what_it_says(tmp_path: Path) -> None:
-    common, *recipes = [unit.text for unit in units("python") if unit.page == "docs/recipes.md"]
+    common, *recipes = [text for text in recipes_of() if not re.search("^import (optuna|hydra)|omegaconf", text, re.M)]
     scripts = [
         "\n".join([common, before, recipe, check]) for recipe, (before, check) in zip(recipes, CHECKED, strict=True)
     ]
@@ -83,6 +95,32 @@ def test_each_recipe_does_what_it_says(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.output
     assert outcome.output.count("all") == 2
     assert "trainer: WARNING" not in outcome.output
+
+
+@pytest.mark.needs("peers")
+@pytest.mark.slow
+def test_a_sweep_launches_its_trials(tmp_path: Path) -> None:
+    function, _, _ = launching_units()[0].text.partition("if __name__")
+    [sweep] = recipes_of("import optuna")
+    told = "    print([trial.state.name for trial in study.trials])"
+    (tmp_path / "sweep.py").write_text(f"{function}{sweep.replace('n_trials=20', 'n_trials=1')}\n{told}")
+    outcome = in_shell(tmp_path, f"{PYTHON} sweep.py")
+    assert "['COMPLETE']" in outcome.output, outcome.output
+
+
+@pytest.mark.needs("peers")
+@pytest.mark.slow
+def test_all_ranks_have_one_configuration(tmp_path: Path) -> None:
+    given = {"import hydra": "--multirun rate=0.1,0.2", "OmegaConf.from_cli": "rate=0.3"}
+    for containing, options in given.items():
+        script = [recipes_of()[0], *recipes_of(containing)]
+        if "hydra" not in containing:
+            script.append('run.print(f"rate {config.rate}, precision {run.config.precision}")')
+        (tmp_path / "train.py").write_text("\n".join(script))
+        outcome = in_shell(tmp_path, f"horovodrun -np 2 {PYTHON} train.py {options} init.precision=bf16")
+        assert outcome.code == 0, outcome.output
+        assert ",".join(re.findall("rate (.*), precision bf16", outcome.output)) == options.partition("=")[2]
+    assert len(list(tmp_path.rglob("*.yaml"))) == 7, "one folder for both ranks"
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])
