@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import BaseContext
 from numbers import Integral
+from operator import attrgetter
 from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer.cluster.world import World, current_world
-from trainer.data.batches import Counted, collate, start_worker
+from trainer.data.batches import Counted, collate, move, start_worker
 from trainer.errors import ConfigError, TrainerError
 from trainer.watch.heartbeat import report_phase
 from trainer.watch.spans import loading
@@ -217,7 +218,7 @@ class Loader(ABC):
         """Yield the steps of the next epoch, padding batches included."""
 
     def __iter__(self) -> Iterator[Any]:
-        return (step.batch for step in (self.steps() if self.training else self.evaluation_steps()))
+        return map(attrgetter("batch"), self.steps() if self.training else self.evaluation_steps())
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, padding batches included: every rank takes part in every all-reduce."""
@@ -271,14 +272,20 @@ class Loader(ABC):
         options |= {"num_workers": self.num_workers, "generator": torch.Generator()}
         return DataLoader(dataset, **options | given)
 
-    def _samples_of(self, loaded: Counted) -> int:
-        """Return the number of samples in a batch; 1 if it is neither known nor needed."""
-        if loaded.count is None and self._must_count:
-            raise TrainerError(
-                f"no tensor in a batch of type {type(loaded.batch).__name__} tells how many samples it has; say what a "
-                "batch counts for with weigh_by"
-            )
-        return 1 if loaded.count is None else loaded.count
+    def _counted(self, batches: Iterator[Counted], device: torch.device | None = None) -> Iterator[tuple[int, Any]]:
+        """Yield batches, moved to a device if it is given; before each its samples, 1 if not known and not needed."""
+        for loaded in batches:
+            if loaded.count is None and self._must_count:
+                raise TrainerError(
+                    f"no tensor in a batch of type {type(loaded.batch).__name__} tells how many samples it has; say "
+                    "what a batch counts for with weigh_by"
+                )
+            yield 1 if loaded.count is None else loaded.count, move(loaded.batch, device) if device else loaded.batch
+
+    def _listeners(self, event: str) -> tuple[Callable[..., None], ...]:
+        """Return the observers' methods for an event of each step, without those that do nothing."""
+        heard = [each for each in self.observers if getattr(type(each), event) is not getattr(Observer, event)]
+        return tuple(getattr(each, event) for each in heard)
 
     def _training(self) -> Iterator[Step]:
         if self.passes_done_before_resume:
@@ -286,18 +293,18 @@ class Loader(ABC):
             return
         # An observer that comes within a pass follows from the next one on.
         observers, was_left = (*self.observers,), False
+        drawn, updated = self._listeners("drawn"), self._listeners("updated")
         try:
             is_known = self._weigh_by is None and not self._must_count
-            for step in loading(self._all_steps() if is_known else self._weighed_steps()):
-                for observer in observers:
-                    observer.drawn(self, step)
-                report_phase("training")
+            for step in loading(self._all_steps() if is_known else self._weighed_steps(), "training"):
+                for tell in drawn:
+                    tell(self, step)
                 self.taken, was_left = step.taken, step.closes_update
                 yield step
                 was_left = False
-                if step.closes_update:
-                    for observer in observers:
-                        observer.updated(self)
+                if updated and step.closes_update:
+                    for tell in updated:
+                        tell(self)
             if self._group is not None:
                 self._group.average_weights()
         finally:  # also where the loop was left early
@@ -309,8 +316,7 @@ class Loader(ABC):
     def _evaluation(self) -> Iterator[Step]:
         observers = (*self.observers,)
         try:
-            for step in loading(self._evaluation_steps()):
-                report_phase("evaluation")
+            for step in loading(self._evaluation_steps(), "evaluation"):
                 for observer in observers:
                     observer.evaluated(self, step)
                 if step is not NO_SAMPLES:

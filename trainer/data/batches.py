@@ -86,8 +86,12 @@ def move(value: Any, device: torch.device) -> Any:
     mappings that can be changed, and dataclasses are searched, at any depth; if something in a container has
     moved, the result has a copy of the container. Everything else stays as it is.
     """
-    if type(value) in (tuple, list) and all(isinstance(part, Tensor) and part.device == device for part in value):
-        return value  # by far the most common batch on a CPU, in a tenth of the time of a search
+    if type(value) in (tuple, list):  # by far the most common batch on a CPU, in a tenth of the time of a search
+        for part in value:
+            if not isinstance(part, Tensor) or part.device != device:
+                break
+        else:
+            return value
 
     def moved(part: Any) -> Any:
         if isinstance(part, Tensor | PackedSequence):  # a packed sequence's batch_sizes stay on the CPU
@@ -127,14 +131,15 @@ def count_samples(value: Any) -> int | None:
     return counts[0] if counts else None
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a batch or in inputs, in their order; mappings, lists and dataclasses are searched."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in a batch or in inputs, in their order; mappings, lists and dataclasses are searched."""
+    tensors: list[Tensor] = []
     waiting: list[Any] = [value]
     seen: dict[int, Any] = {}  # with the containers, so that none is freed and another gets its id
     while waiting:
         part = waiting.pop()
         if isinstance(part, Tensor):
-            yield part
+            tensors.append(part)
         elif id(part) not in seen:  # an input may be any object, and refer to itself
             seen[id(part)] = part
             if isinstance(part, list | tuple):
@@ -143,6 +148,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
                 waiting.extend(reversed([*part.values()]))
             elif is_dataclass(part):
                 waiting.extend(getattr(part, each.name, None) for each in reversed(fields(part)))
+    return tensors
 
 
 def _replace(value: Any, new_of: Callable[[Any], Any]) -> Any:

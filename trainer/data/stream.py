@@ -166,10 +166,9 @@ class StreamLoader(Loader):
         batches = batches_of(self._batches, self.seed, self.epoch, self.world.rank)
         self.epoch += 1
         drawn = 0
-        for loaded in batches:
-            count = self._samples_of(loaded)
+        for count, batch in self._counted(batches):
             drawn += self._units(count)
-            yield count, loaded.batch
+            yield count, batch
         if self._length not in (None, drawn) and not self.drop_last:
             raise TrainerError(
                 f"the stream of rank {self.world.rank} has yielded {drawn} {self.unit}, and its length is "

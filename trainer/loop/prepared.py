@@ -7,6 +7,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import call
 from weakref import WeakKeyDictionary
 
 import torch
@@ -80,7 +81,7 @@ class Prepared:
     @property
     def synchronizers(self) -> list[Synchronizer]:
         """The synchronizers that have something to do, of the models that somebody still holds."""
-        return [synchronizer for held in self.active if (synchronizer := held()) is not None]
+        return [*filter(None, map(call, self.active))]
 
     @property
     def numbered_models(self) -> dict[int, nn.Module]:
@@ -168,16 +169,14 @@ class Prepared:
 
     def synchronizers_of(self, known: PreparedOptimizer, optimizer: Optimizer) -> list[Synchronizer]:
         """Return the synchronizers of the models whose parameters the optimizer holds."""
-        if not self.active:
-            return []
         if known.synchronizers is None:
             held = _ids(optimizer)
             known.synchronizers = [
-                weakref.ref(synchronizer)
+                synchronizer
                 for model, synchronizer in self.models.items()
                 if type(synchronizer) is not Synchronizer and held & set(map(id, model.parameters()))
             ]
-        return [synchronizer for alive in known.synchronizers if (synchronizer := alive()) is not None]
+        return known.synchronizers
 
     def check_groups(self, known: PreparedOptimizer, optimizer: Optimizer) -> None:
         """Check the parameters of an optimizer to which a group was added since.
@@ -285,8 +284,10 @@ class PreparedOptimizer:
     """The number of parameter groups when they were checked last."""
     backwards_at_step: int
     """The run's number of backward passes at the optimizer's last step."""
-    synchronizers: list[weakref.ref[Synchronizer]] | None = None
-    """The synchronizers of the optimizer's models; None until they are asked for."""
+    synchronizers: list[Synchronizer] | None = None
+    """The synchronizers of the optimizer's models, which it keeps as it keeps these; None until they are asked for."""
+    running_at: int | None = None
+    """While a step runs, the run's number of backward passes at its beginning."""
 
 
 def _ids(optimizer: Optimizer) -> set[int]:
