@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.data.base import NO_SAMPLES, NOT_GIVEN, Loader, LoaderOptions, Step, check_sizes, is_stream
-from trainer.data.batches import batches_of
+from trainer.data.base import NO_SAMPLES, NOT_GIVEN, Loader, LoaderOptions, check_sizes, is_stream
+from trainer.data.batches import Step, batches_of
 from trainer.data.order import Drawn, DrawnBatches, Epoch, EpochOrder, seed_globally, seeded
 from trainer.data.permutation import Permutation
 from trainer.data.shard_plan import ShardPlan
@@ -242,18 +242,20 @@ class ShardedLoader(Loader):
         return -(-taken // (self.step_size * self.accumulate))
 
     def _all_steps(self) -> Iterator[Step]:
-        start, number, rank = self.start, self.epoch, self.world.rank
+        start, epoch_number, rank = self.start, self.epoch, self.world.rank
         self._begin(start)
         epoch = self._begin_epoch()
         plan = self._plan_from(start)
-        equal, size, samples = plan.equal_steps, plan.step_size, plan.samples
-        for step, (count, batch) in enumerate(self._load(epoch, plan.shards(rank))):
-            weight, closes_update = (1.0, True) if step < equal else (plan.weight(step, rank), plan.closes_update(step))
-            if not weight:  # a padding batch
-                count = 0
+        for number, step in enumerate(self._load(epoch, plan.shards(rank))):
+            if number >= plan.equal_steps:
+                step.weight, step.closes_update = plan.weight(number, rank), plan.closes_update(number)
+                if not step.weight:  # a padding batch
+                    step.count = 0
             if epoch.bounds is not None:
-                weight = count * plan.world_size / epoch.count(plan.update(step))
-            yield Step(batch, count, weight, closes_update, number, min(start + (step + 1) * size, samples))
+                update = plan.update(number)
+                step.weight = step.count * plan.world_size / (epoch.bounds[update.stop] - epoch.bounds[update.start])
+            step.epoch, step.taken = epoch_number, min(start + (number + 1) * plan.step_size, plan.samples)
+            yield step
 
     @property
     def is_even(self) -> bool:
@@ -264,9 +266,9 @@ class ShardedLoader(Loader):
         epoch = self._begin_epoch()
         left = self.plan.steps
         filled = (shard for shard in self.plan.shards(self.world.rank) if shard.stop > shard.start)
-        for count, batch in self._load(epoch, filled):
+        for step in self._load(epoch, filled):
             left -= 1
-            yield Step(batch, count, 1.0, True)
+            yield step
         yield from repeat(NO_SAMPLES, left)
 
     def _begin_epoch(self) -> Epoch:
@@ -285,8 +287,8 @@ class ShardedLoader(Loader):
         self._plan_for(len(epoch))
         return epoch
 
-    def _load(self, epoch: Epoch, shards: Iterable[slice]) -> Iterator[tuple[int, Any]]:
-        """Return the batches of this rank's shards of an epoch, with their sizes; padding for shards that are empty."""
+    def _load(self, epoch: Epoch, shards: Iterable[slice]) -> Iterator[Step]:
+        """Return the batches of this rank's shards of an epoch; padding batches for those that are empty."""
         if isinstance(self.dataset, InMemory):
             return self._cut(self.dataset, epoch.batches(shards, self.dataset.inputs.device))
         keys: Iterator[Any] = epoch.batches(shards)
@@ -295,13 +297,13 @@ class ShardedLoader(Loader):
         batches = batches_of(self._data_loader, self.seed, self.epoch, self.world.rank)
         return self._counted(batches, self.world.device)
 
-    def _cut(self, dataset: InMemory, batches: Iterable[Tensor | list[Any]]) -> Iterator[tuple[int, Any]]:
+    def _cut(self, dataset: InMemory, batches: Iterable[Tensor | list[Any]]) -> Iterator[Step]:
         inputs, targets, transform = dataset.inputs, dataset.targets, dataset.transform
         for index in batches:
             if not isinstance(index, Tensor):
                 raise ConfigError("InMemory has its samples by number, and the sampler has drawn something else")
             cut = inputs.index_select(0, index)
-            yield len(index), ((transform(cut) if transform else cut), targets.index_select(0, index))
+            yield Step((transform(cut) if transform else cut, targets.index_select(0, index)), len(index))
 
     @cached_property
     def _data_loader(self) -> DataLoader[Any]:

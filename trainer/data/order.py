@@ -73,11 +73,6 @@ class Epoch:
             indices = torch.from_numpy(self.keys.at(numbers).view(np.int64)).to(device)
             yield from indices.split([part.stop - part.start for part in block])
 
-    def count(self, units: slice) -> int:
-        """Return the number of items in a slice of units; 0 for an empty slice, whose padding does not count."""
-        keys = self.key_range(units)
-        return keys.stop - keys.start if units.stop > units.start else 0
-
 
 class EpochOrder:
     """The order of each epoch: shuffled, that of the dataset, or drawn by a sampler or a batch sampler.

@@ -59,7 +59,7 @@ class ShardPlan:
 
     @cached_property
     def equal_steps(self) -> int:
-        """How many of the first steps are surely full and equally divided, and an update each: their weight is 1."""
+        """How many of the first steps are full, equally divided, and an update each, so that their weight is 1."""
         divided = self.global_batch_size is None or self.global_batch_size % self.world_size == 0
         return (self.samples - self.start) // self.step_size if self.accumulate == 1 and divided else 0
 
@@ -110,8 +110,6 @@ class ShardPlan:
         local count · world size / global count, the global count being that of the whole update. It is
         exactly 1.0 in full, equally divided steps without accumulation, and 0.0 for a rank without samples.
         """
-        if step < self.equal_steps:
-            return 1.0
         update, shard = self.update(step), self.shard(step, rank)
         count, whole = (int(positions.stop - positions.start) for positions in (shard, update))
         return count * self.world_size / whole

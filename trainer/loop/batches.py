@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from trainer.cluster.output import print_line
 from trainer.cluster.world import World
-from trainer.data.base import NO_STEP, Loader, Observer, Step
-from trainer.data.batches import tensors_in
+from trainer.data.base import NO_STEP, Loader, Observer
+from trainer.data.batches import Step, tensors_in
 from trainer.data.loader import digest
 from trainer.errors import TrainerError
 from trainer.loop.prepared import at_end
@@ -41,8 +41,8 @@ _AHEAD = (
 Position = tuple[int, int, int]
 """A batch's place in the training, to compare the ranks by: the numbers of its loader, its epoch, and the batch, which
 counts from the loader's first."""
-_MOST_DEAD = 64
-"""Tensors of earlier batches that are forgotten together, once nobody holds them."""
+_FORGET_EVERY = 64
+"""Draws after which tensors that nobody holds any more are forgotten together."""
 
 
 class Batches(Observer):
@@ -78,7 +78,6 @@ class Batches(Observer):
         """The last draw's step, without its batch; the same object as long as batches count alike."""
         self._by_tensor: dict[int, tuple[weakref.ref[Tensor], Step, Position]] = {}
         """By id, the tensors of batches, each with its step, without the batch itself, and position."""
-        self._most_tensors = _MOST_DEAD
         self._forwarded: dict[int, Step] = {}
         """By the loader's number, the last step of which a forward pass has computed since the last backward pass."""
         self._thread = threading.get_ident()
@@ -124,9 +123,8 @@ class Batches(Observer):
         self._weights.add(step.weight)
         for tensor in tensors_in(step.batch):
             self._by_tensor[id(tensor)] = weakref.ref(tensor), known, position
-        if len(self._by_tensor) > self._most_tensors:
+        if self.draws % _FORGET_EVERY == 0:
             self._by_tensor = {key: each for key, each in [*self._by_tensor.items()] if each[0]() is not None}
-            self._most_tensors = len(self._by_tensor) + _MOST_DEAD
         return position
 
     def ended(self, loader: Loader, *, was_left: bool) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import isfinite
+from operator import call
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 
 from trainer.cluster.output import print_line
 from trainer.config import RunConfig
-from trainer.data.base import Step
+from trainer.data.batches import Step
 from trainer.errors import ConfigError, TrainerError
 from trainer.loop.batches import Batches
 from trainer.loop.consistency import PeriodicCheck
@@ -30,7 +31,7 @@ from trainer.loop.gradients import Marks, has_changed, mark, parameters_of
 from trainer.loop.prepared import Prepared, PreparedOptimizer, at_end
 from trainer.loop.random_numbers import warn_of_twins
 from trainer.strategies.base import Strategy
-from trainer.strategies.gradients import GradientSynchronizer, Synchronizer
+from trainer.strategies.gradients import Synchronizer
 from trainer.watch.heartbeat import GRADIENTS, report_phase, report_step, waits
 from trainer.watch.spans import EXCHANGE, in_span
 
@@ -104,6 +105,7 @@ class Updates:
             # `known` is handed to each step: a lookup in a weak dictionary takes as long as all the checks of a step.
             at_end(optimizer, optimizer.register_step_pre_hook(partial(self._before_step, known)).remove)
             at_end(optimizer, optimizer.register_step_post_hook(partial(self._after_step, known)).remove)
+        self._prepared.connect()
         return callable_models
 
     # A backward pass.
@@ -141,7 +143,7 @@ class Updates:
         if is_local:
             self._keep()
         elif prepared.active or not prepared.has_optimizers:
-            self._all_reduce(reached, synchronizers)
+            self._all_reduce(reached)
 
     def _note_reached(self, synchronizers: Sequence[Synchronizer], loss: Tensor) -> list[Synchronizer]:
         """Note the loss of a pass that has ended; return the synchronizers of the models that it has reached."""
@@ -151,7 +153,9 @@ class Updates:
             synchronizer.after_backward()
         reached = [synchronizer for synchronizer in synchronizers if synchronizer.is_reached]
         if self._weight and not reached and not self._has_warned:
-            self._warn_of_unreached(synchronizers)
+            self._has_warned = True
+            if self._strategy.world.is_root:
+                print_line(_UNREACHED, sys.stderr)
         return reached
 
     def _keep(self) -> None:
@@ -176,7 +180,7 @@ class Updates:
             if optimizer not in self._prepared.optimizers:
                 raise ConfigError(f"this {type(optimizer).__name__} was not prepared; call run.prepare with it first")
         if kept := [each for each in self._prepared.synchronizers if each.has_local_gradients]:
-            self._all_reduce(kept, self._prepared.synchronizers)
+            self._all_reduce(kept)
 
     def _tell_of_not_finite(self) -> None:
         """Warn once of the rank whose loss was the first that was not finite, if no rank's is since. Collective."""
@@ -195,7 +199,7 @@ class Updates:
             print_line(_NOT_FINITE.format(who, first), sys.stderr)
 
     def _check_pass(self, synchronizers: Sequence[Synchronizer]) -> None:
-        """Run the checks of a first pass, and those which can only fail after one that was local or has failed."""
+        """Run the checks of a first pass, and of one with frozen parameters or after one that was local or failed."""
         prepared = self._prepared
         if not prepared.has_models:
             raise TrainerError(
@@ -218,7 +222,11 @@ class Updates:
         if prepared.has_frozen:
             prepared.check_frozen()
         if self._is_unfinished:
-            self._finish_failed_pass(synchronizers)
+            self._is_unfinished = False
+            for synchronizer in synchronizers:
+                synchronizer.after_backward()
+            if prepared.active and not self._is_local:  # the other ranks wait in the all-reduce of the failed pass
+                self._all_reduce([each for each in synchronizers if each.is_reached], failed=True)
 
     def _run_weightless(self, loss: Tensor, *options: Any) -> None:
         """Run a pass that counts for nothing.
@@ -235,21 +243,6 @@ class Updates:
             for hook in hooks:
                 hook.remove()
 
-    def _finish_failed_pass(self, synchronizers: Sequence[Synchronizer]) -> None:
-        """Take part in the all-reduces of a pass that failed on this rank, so that the other ranks do not hang."""
-        self._is_unfinished = False
-        for synchronizer in synchronizers:
-            synchronizer.after_backward()
-        if self._prepared.active and not self._is_local:
-            self._all_reduce([each for each in synchronizers if each.is_reached], synchronizers, failed=True)
-
-    def _warn_of_unreached(self, synchronizers: Sequence[Synchronizer]) -> None:
-        """Warn once that a pass reached no prepared model; other synchronizers do not note what a pass reaches."""
-        if any(isinstance(synchronizer, GradientSynchronizer) for synchronizer in synchronizers):
-            self._has_warned = True
-            if self._strategy.world.is_root:
-                print_line(_UNREACHED, sys.stderr)
-
     # The weight of a pass.
 
     def _weigh(self, step: Step, samples: float | None) -> float:
@@ -262,9 +255,25 @@ class Updates:
         Raises:
             ConfigError: `samples` is not a number that is at least 0.
         """
-        if samples is not None:
-            return self._weight_of_samples(samples if step.count else 0.0)
-        return float(self._strategy.world.size) if step.count else 0.0
+        world = self._strategy.world
+        if samples is None:
+            return float(world.size) if step.count else 0.0
+        samples = samples if step.count else 0.0
+        if not 0 <= samples < float("inf"):
+            raise ConfigError(f"samples is {samples!r}; it must be a number that is at least 0")
+        self._samples += samples
+        # The gradients of the earlier passes are sums over samples: only the last pass knows by what to divide them.
+        if self._is_local:
+            if self._before is None:
+                self._before = mark(self._prepared.trained())
+            return samples
+        samples_here = torch.tensor(self._samples, dtype=torch.float64, device=world.device)
+        total = float(self._strategy.all_reduce(samples_here)) if world.size > 1 else self._samples
+        per_sample = world.size / total if total else 0.0
+        if self._before is not None:
+            self._scale_earlier_passes(per_sample, self._before)
+        self._samples, self._before = 0.0, None
+        return samples * per_sample
 
     def _count_pass(self) -> None:
         """Count a pass without a loader: every `accumulate` passes form an update.
@@ -281,24 +290,6 @@ class Updates:
         self._passes += 1
         self._batches.activate(Step(None, 1, 1 / accumulate, closes_update=self._passes % accumulate == 0))
 
-    def _weight_of_samples(self, samples: float) -> float:
-        if not 0 <= samples < float("inf"):
-            raise ConfigError(f"samples is {samples!r}; it must be a number that is at least 0")
-        self._samples += samples
-        # The gradients of the earlier passes are sums over samples: only the last pass knows by what to divide them.
-        if self._is_local:
-            if self._before is None:
-                self._before = mark(self._prepared.trained())
-            return samples
-        world = self._strategy.world
-        samples_here = torch.tensor(self._samples, dtype=torch.float64, device=world.device)
-        total = float(self._strategy.all_reduce(samples_here)) if world.size > 1 else self._samples
-        per_sample = world.size / total if total else 0.0
-        if self._before is not None:
-            self._scale_earlier_passes(per_sample, self._before)
-        self._samples, self._before = 0.0, None
-        return samples * per_sample
-
     def _scale_earlier_passes(self, factor: float, before: Marks) -> None:
         for parameter in self._prepared.trained():
             gradient = parameter.grad
@@ -313,22 +304,18 @@ class Updates:
 
     # The all-reduce of gradients.
 
-    def _all_reduce(
-        self, wanted: Collection[Synchronizer], held: Sequence[Synchronizer], *, failed: bool = False
-    ) -> None:
+    def _all_reduce(self, wanted: Collection[Synchronizer], *, failed: bool = False) -> None:
         """All-reduce the gradients of the models that a pass has reached. Collective.
 
         Ranks may have reached different models. If there are several, they first agree on those that any rank reached.
 
         Args:
             wanted: the synchronizers of the models that were reached on this rank.
-            held: those of all models that this rank holds.
             failed: whether the pass raised an error on this rank; its gradients are then left out.
         """
         prepared = self._prepared
-        if len(prepared.active) > 1 and not self._strategy.shards:
-            held = self._reached_by_any(wanted)
-        for synchronizer in held:
+        agrees = len(prepared.active) > 1 and not self._strategy.shards
+        for synchronizer in self._reached_by_any(wanted) if agrees else prepared.synchronizers:
             with waits(GRADIENTS):
                 in_span(EXCHANGE, synchronizer.reduce_after_error if failed else synchronizer.complete)
             synchronizer.has_local_gradients, synchronizer.stepped = False, set()
@@ -415,8 +402,7 @@ class Updates:
                 "run.backward(loss) before each step, which no gradient's hook may take, and zero gradients after it"
             )
         known.backwards_at_step = known.running_at = prepared.backwards
-        synchronizers = prepared.synchronizers_of(known, optimizer)
-        wanted = []
+        wanted, synchronizers = [], [*filter(None, map(call, known.synchronizers))]
         for each in synchronizers:
             # This rank has kept its gradients, or has skipped a backward pass whose all-reduce the other ranks wait in.
             was_missed = each.stepped is None or id(optimizer) in each.stepped
@@ -429,7 +415,7 @@ class Updates:
                     "run.backward on every rank before each step, and run.synchronize() after run.no_sync, before "
                     "scaler.unscale_ and scaler.step"
                 )
-            self._all_reduce(wanted, prepared.synchronizers)
+            self._all_reduce(wanted)
         for each in synchronizers:
             each.stepped = {id(optimizer)} | (each.stepped or set())
         return synchronizers
@@ -439,7 +425,7 @@ class Updates:
     ) -> None:
         known.running_at = None
         self._count_step()
-        for synchronizer in self._prepared.synchronizers_of(known, optimizer):
+        for synchronizer in filter(None, map(call, known.synchronizers)):
             synchronizer.after_step()
 
     def _count_step(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,8 +28,8 @@ class Synchronizer:
     """
 
     def __init__(self) -> None:
-        self.is_reached = False
-        """Whether the last backward pass has reached a parameter of this model."""
+        self.is_reached = True
+        """Whether the last backward pass has reached a parameter of this model; true where that is not known."""
         self.sends_early = True
         """Whether a gradient may be sent before the backward pass is over. False with several models, because ranks may
         reach them in different orders."""
@@ -180,9 +179,6 @@ class GradientSynchronizer(Synchronizer):
 
     def on_gradient(self, index: int, parameter: nn.Parameter) -> None:
         """Start to send a gradient that is complete on this rank; by default do nothing."""
-
-    @abstractmethod
-    def complete(self) -> None: ...
 
     def _on_hook(self, index: int, parameter: Tensor) -> None:
         if not self._is_in_pass:

@@ -300,23 +300,19 @@ class Waiting(ContextDecorator):
 
     def __enter__(self) -> None:
         self._record = record = writable()
-        if record is None:
-            return
-        if record.state == State.WAITING:
+        if record is not None and record.state == State.WAITING:
             record.events += 1  # progress: a part of the wait has begun
             self._record = None
-            return
-        # After a collective's error that was caught, nothing is waited for any more.
-        is_between = record.state in (State.BETWEEN, State.FAILED)
-        self._before = (State.BETWEEN, b"", 0) if is_between else (record.state, record.what, record.elements)
-        record.set(State.WAITING, *self._noted)
+        elif record is not None:
+            # After a collective's error that was caught, nothing is waited for any more.
+            is_between = record.state in (State.BETWEEN, State.FAILED)
+            self._before = (State.BETWEEN, b"", 0) if is_between else (record.state, record.what, record.elements)
+            record.set(State.WAITING, *self._noted)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if self._record is None:
-            return
-        if kind is not None and issubclass(kind, Exception):
+        if self._record is not None and kind is not None and issubclass(kind, Exception):
             self._record.fail(*self._noted)
-        else:
+        elif self._record is not None:
             self._record.set(*self._before)
 
 
@@ -334,8 +330,6 @@ def note_waits(kind: type, names: Iterable[str]) -> None:
 def _noting(method: Callable[..., Any], what: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        if _record is None:
-            return method(self, *args, **options)
         elements = args[0].numel() if what == "all_reduce" and args and hasattr(args[0], "numel") else 0
         with waits(what, elements, counts=True):
             return method(self, *args, **options)
