@@ -85,6 +85,8 @@ def make_blocks(steps: int) -> tuple[trainer.Trainer, Block, Block]:
         TrainerError: the two do not end with the same loss to the last bit.
     """
     torch.manual_seed(SEED)
+    samples = steps * BATCH_SIZE * trainer.current_world("cpu").size
+    data = InMemory(torch.randn(samples, 4), torch.randint(2, (samples,)))
     model = nn.Linear(4, 2)
     fitting = trainer.Trainer(
         model,
@@ -95,8 +97,6 @@ def make_blocks(steps: int) -> tuple[trainer.Trainer, Block, Block]:
         progress=False,
     )
     by_hand = ByHand(fitting)
-    samples = steps * BATCH_SIZE * fitting.world.size
-    data = InMemory(torch.randn(samples, 4), torch.randint(2, (samples,)))
 
     def ours() -> tuple[float, float]:
         record = fitting.fit(data, epochs=1)[0]

@@ -313,8 +313,7 @@ class Run:
             )
         if reduction not in ("mean", "sum") or (reduction == "sum" and samples is not None):
             raise ConfigError(f"reduction is {reduction!r}; valid are mean, and without samples sum")
-        options = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
-        self._updates.backward(loss, samples, is_sum=reduction == "sum", **options)
+        self._updates.backward(loss, samples, reduction == "sum", gradient, retain_graph, False, inputs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context manager: backward passes within it leave their gradients to be sent by a later pass."""

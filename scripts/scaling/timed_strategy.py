@@ -31,7 +31,8 @@ from scaling.epoch_timing import SETTINGS, RankTimes, StepTimes, summarize
 from trainer.cluster.network import machine_id
 from trainer.cluster.output import print_line
 from trainer.config import RunConfig
-from trainer.data.base import Loader, Observer, Step
+from trainer.data.base import Loader, Observer
+from trainer.data.batches import Step
 from trainer.data.loader import InMemory, ShardedLoader
 from trainer.errors import ConfigError, TrainerError
 from trainer.strategies.base import Strategy

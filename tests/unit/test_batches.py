@@ -18,7 +18,7 @@ from tests.unit.test_loader import numbered, world
 from tests.unit.test_stream import FIRST_OF_TWO, Numbers, TwoRanks
 from trainer import ConfigError, ShardedLoader, StreamLoader, TrainerError
 from trainer.cluster.world import World
-from trainer.data.base import Step
+from trainer.data.batches import Step
 
 
 class Rows(Dataset[int]):

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler, WeightedRa
 
 from trainer.cluster.world import World
 from trainer.data import order
-from trainer.data.base import Step
+from trainer.data.batches import Step
 from trainer.data.loader import InMemory, ShardedLoader
 from trainer.data.shard_plan import permutation
 from trainer.errors import ConfigError

@@ -136,10 +136,10 @@ def test_a_loader_pins_by_itself_what_its_collate_function_has_made(monkeypatch:
         (Frozen({"x": torch.zeros(0)}), 0),
         (MOVED["packed sequence"], 2),
         (Encoding(x=X), 3),
-        ({"scalar": torch.tensor(5)}, None),
+        ({"scalar": torch.tensor(5)}, -1),
     ],
 )
-def test_a_batch_has_as_many_samples_as_its_first_tensor_is_long(value: Any, samples: int | None) -> None:
+def test_a_batch_has_as_many_samples_as_its_first_tensor_is_long(value: Any, samples: int) -> None:
     assert count_samples(value) == samples
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.unit.test_loader import numbered, world
 from trainer import ConfigError, InMemory, ShardedLoader, StreamLoader
-from trainer.data.base import Step
+from trainer.data.batches import Step
 from trainer.data.shard_plan import ShardPlan
 
 

@@ -24,5 +24,4 @@ def test_a_profiler_shows_each_batch_and_each_checkpoint(tmp_path: Path) -> None
 
 def test_without_a_profiler_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch.autograd.profiler.record_function")
-    with spans.span(spans.WAIT):
-        assert list(spans.loading([1, 2])) == [1, 2]
+    assert list(spans.in_span(spans.WAIT, spans.loading, [1, 2])) == [1, 2]

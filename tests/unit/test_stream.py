@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 
 from trainer.cluster.world import World
-from trainer.data.base import Step, is_stream
+from trainer.data.base import is_stream
+from trainer.data.batches import Step
 from trainer.data.stream import StreamLoader
 from trainer.errors import ConfigError, TrainerError
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import BaseContext
 from numbers import Integral
+from operator import attrgetter
 from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
@@ -16,36 +16,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer.cluster.world import World, current_world
-from trainer.data.batches import Counted, collate, start_worker
+from trainer.data.batches import Step, collate, move, start_worker
 from trainer.errors import ConfigError, TrainerError
 from trainer.watch.heartbeat import report_phase
 from trainer.watch.spans import loading
 
-
-@dataclass(slots=True)  # not frozen, which would make it three times as slow to make, and each step makes a Step
-class Step:
-    """A rank's batch in a step, and its weight."""
-
-    batch: Any
-    """The batch on this rank's device: a pair of tensors, a dict, …"""
-    count: int
-    """Samples of this rank in this step. 0 marks a padding batch, with which this rank takes part in the all-reduce."""
-    weight: float
-    """Factor on the local mean loss; see `ShardPlan.weight`."""
-    closes_update: bool
-    """Whether the gradients are all-reduced and applied after this step."""
-    epoch: int = 0
-    """Number of the epoch, from 0."""
-    taken: int = 0
-    """Units of this epoch that all ranks together have taken, those of this step included; see `Loader.unit`."""
-
-
 NOT_GIVEN: Any = object()
 """Default of `batch_size`, because None says that the dataset's items are batches already."""
 
-NO_STEP = Step(None, 1, 1.0, True)
+NO_STEP = Step(None, 1)
 """Neutral step used outside loaders."""
-NO_SAMPLES = Step(None, 0, 1.0, True)
+NO_SAMPLES = Step(None, 0)
 """A step of an evaluation in which this rank has no samples, and others have some. A script does not get it."""
 
 
@@ -59,20 +40,19 @@ class Group(Protocol):
 
 
 class Observer:
-    """Listener to a loader, in training called after the same steps on every rank. By default a method does nothing."""
+    """Listener to a loader, in training called after the same steps on every rank. By default nothing happens."""
 
     def wrap(self, loader: Loader, steps: Iterator[Step]) -> Iterator[Step]:
-        """Wrap the iterator over a pass's steps, to time or to end them."""
+        """Wrap the iterator over the steps of a pass in training, to time or to end them."""
         return steps
 
     def begun(self, loader: Loader, *, is_resumed: bool) -> None:
         """Runs before the first batch of a pass is drawn; of the rest of a pass that was interrupted, if resumed."""
 
-    def drawn(self, loader: Loader, step: Step) -> None:
-        """Runs before the batch of a training step is yielded."""
-
-    def updated(self, loader: Loader) -> None:
-        """Runs after an update, before the next batch is drawn."""
+    drawn: Callable[[Loader, Step], None] | None = None
+    """Runs before the batch of a training step is yielded."""
+    updated: Callable[[Loader], None] | None = None
+    """Runs after an update, before the next batch is drawn."""
 
     def ended(self, loader: Loader, *, was_left: bool) -> None:
         """Runs when a pass has ended; `was_left` after an update, by a loop that was left early."""
@@ -218,17 +198,11 @@ class Loader(ABC):
         """Yield the steps of the next epoch, padding batches included."""
 
     def __iter__(self) -> Iterator[Any]:
-        return (step.batch for step in (self.steps() if self.training else self.evaluation_steps()))
+        return map(attrgetter("batch"), self.steps() if self.training else self.evaluation_steps())
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps of the next epoch, padding batches included: every rank takes part in every all-reduce."""
-        return self._wrapped(self._training())
-
-    def evaluation_steps(self) -> Iterator[Step]:
-        """Yield the steps of the next epoch in which this rank has samples: for evaluation, without padding batches."""
-        return self._wrapped(self._evaluation())
-
-    def _wrapped(self, steps: Iterator[Step]) -> Iterator[Step]:
+        steps = self._training()
         for observer in self.observers:
             steps = observer.wrap(self, steps)
         return steps
@@ -268,14 +242,18 @@ class Loader(ABC):
         options |= {"num_workers": self.num_workers, "generator": torch.Generator()}
         return DataLoader(dataset, **options | given)
 
-    def _samples_of(self, loaded: Counted) -> int:
-        """Return the number of samples in a batch; 1 if it is neither known nor needed."""
-        if loaded.count is None and self._must_count:
-            raise TrainerError(
-                f"no tensor in a batch of type {type(loaded.batch).__name__} tells how many samples it has; say what a "
-                "batch counts for with weigh_by"
-            )
-        return 1 if loaded.count is None else loaded.count
+    def _counted(self, steps: Iterator[Step], device: torch.device | None = None) -> Iterator[Step]:
+        """Yield the loaded batches with their numbers of samples, and moved to a device if it is given."""
+        for step in steps:
+            if step.count < 0 and self._must_count:
+                raise TrainerError(
+                    f"no tensor in a batch of type {type(step.batch).__name__} tells how many samples it has; say what "
+                    "a batch counts for with weigh_by"
+                )
+            step.count = abs(step.count)
+            if device is not None:
+                step.batch = move(step.batch, device)
+            yield step
 
     def _training(self) -> Iterator[Step]:
         if self.passes_done_before_resume:
@@ -283,18 +261,18 @@ class Loader(ABC):
             return
         # An observer that comes within a pass follows from the next one on.
         observers, was_left = (*self.observers,), False
+        drawn = [each.drawn for each in observers if each.drawn is not None]
+        updated = [each.updated for each in observers if each.updated is not None]
         try:
             is_known = self._weigh_by is None and not self._must_count
-            for step in loading(self._all_steps() if is_known else self._weighed_steps()):
-                for observer in observers:
-                    observer.drawn(self, step)
-                report_phase("training")
+            for step in loading(self._all_steps() if is_known else self._weighed_steps(), "training"):
+                for tell in drawn:
+                    tell(self, step)
                 self.taken, was_left = step.taken, step.closes_update
                 yield step
                 was_left = False
-                if step.closes_update:
-                    for observer in observers:
-                        observer.updated(self)
+                for told in updated if step.closes_update else ():
+                    told(self)
             if self._group is not None:
                 self._group.average_weights()
         finally:  # also where the loop was left early
@@ -303,11 +281,11 @@ class Loader(ABC):
                 observer.ended(self, was_left=was_left)
             report_phase("between epochs")
 
-    def _evaluation(self) -> Iterator[Step]:
+    def evaluation_steps(self) -> Iterator[Step]:
+        """Yield the steps of the next epoch in which this rank has samples: for evaluation, without padding batches."""
         observers = (*self.observers,)
         try:
-            for step in loading(self._evaluation_steps()):
-                report_phase("evaluation")
+            for step in loading(self._evaluation_steps(), "evaluation"):
                 for observer in observers:
                     observer.evaluated(self, step)
                 if step is not NO_SAMPLES:

@@ -18,26 +18,38 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 from trainer.data.shard_plan import mix_seeds
 
 
-@dataclass(slots=True)
-class Counted:
-    """A batch and its number of samples; None if nothing in a ready batch tells it."""
+@dataclass(slots=True)  # not frozen, which would make it three times as slow to make, and each step makes a Step
+class Step:
+    """A rank's batch in a step, and its weight."""
 
-    count: int | None
     batch: Any
+    """The batch on this rank's device: a pair of tensors, a dict, …"""
+    count: int
+    """Samples of this rank in this step. 0 marks a padding batch, with which this rank takes part in the all-reduce.
+    -1 while nothing in a ready batch has told it."""
+    weight: float = 1.0
+    """Factor on the local mean loss; see `ShardPlan.weight`."""
+    closes_update: bool = True
+    """Whether the gradients are all-reduced and applied after this step."""
+    epoch: int = 0
+    """Number of the epoch, from 0."""
+    taken: int = 0
+    """Units of this epoch that all ranks together have taken, those of this step included; see `Loader.unit`."""
 
-    def pin_memory(self) -> Counted:
+    def pin_memory(self) -> Step:
         """Pin the batch; DataLoader calls this. The pinning of DataLoader fails for classes that it cannot rebuild."""
-        return Counted(self.count, pin(self.batch))
+        self.batch = pin(self.batch)
+        return self
 
 
-def collate(samples: Any, function: Callable[[Any], Any] | None, *, is_ready: bool) -> Counted:
+def collate(samples: Any, function: Callable[[Any], Any] | None, *, is_ready: bool) -> Step:
     """Collate samples, or convert a ready batch, and count them, which a batch of any kind does not tell.
 
     Args:
         function: the user's `collate_fn`; None for torch's.
     """
     batch = (function or (default_convert if is_ready else default_collate))(samples)
-    return Counted(count_samples(batch) if is_ready else len(samples), batch)
+    return Step(batch, count_samples(batch) if is_ready else len(samples))
 
 
 def start_worker(number: int, *, function: Callable[[int], object] | None) -> None:
@@ -56,7 +68,7 @@ def start_worker(number: int, *, function: Callable[[int], object] | None) -> No
         function(number)
 
 
-def batches_of(data_loader: DataLoader[Any], *seeds: int) -> Iterator[Counted]:
+def batches_of(data_loader: DataLoader[Any], *seeds: int) -> Iterator[Step]:
     """Return the batches of an epoch, whose workers draw random numbers from the seeds. Starts the workers."""
     data_loader.generator.manual_seed(mix_seeds(*seeds))
     with usr2_blocked():
@@ -109,8 +121,8 @@ def pin(value: Any) -> Any:
     return _replace(value, pinned)
 
 
-def count_samples(value: Any) -> int | None:
-    """Return the length of the first dimension of the first tensor in a batch; None without any tensor.
+def count_samples(value: Any) -> int:
+    """Return the length of the first dimension of the first tensor in a batch; -1 without any tensor.
 
     A packed sequence has as many samples as sequences.
     """
@@ -124,17 +136,18 @@ def count_samples(value: Any) -> int | None:
         return part if counts else None
 
     _replace(value, look)
-    return counts[0] if counts else None
+    return counts[0] if counts else -1
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a batch or in inputs, in their order; mappings, lists and dataclasses are searched."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in a batch or in inputs, in their order; mappings, lists and dataclasses are searched."""
+    tensors: list[Tensor] = []
     waiting: list[Any] = [value]
     seen: dict[int, Any] = {}  # with the containers, so that none is freed and another gets its id
     while waiting:
         part = waiting.pop()
         if isinstance(part, Tensor):
-            yield part
+            tensors.append(part)
         elif id(part) not in seen:  # an input may be any object, and refer to itself
             seen[id(part)] = part
             if isinstance(part, list | tuple):
@@ -143,6 +156,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
                 waiting.extend(reversed([*part.values()]))
             elif is_dataclass(part):
                 waiting.extend(getattr(part, each.name, None) for each in reversed(fields(part)))
+    return tensors
 
 
 def _replace(value: Any, new_of: Callable[[Any], Any]) -> Any:

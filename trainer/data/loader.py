@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from io import BytesIO
 from itertools import repeat
+from operator import itemgetter
 from typing import Any, Unpack
 
 import numpy as np
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.data.base import NO_SAMPLES, NOT_GIVEN, Loader, LoaderOptions, Step, check_sizes, is_stream
-from trainer.data.batches import Counted, batches_of, move
+from trainer.data.base import NO_SAMPLES, NOT_GIVEN, Loader, LoaderOptions, check_sizes, is_stream
+from trainer.data.batches import Step, batches_of
 from trainer.data.order import Drawn, DrawnBatches, Epoch, EpochOrder, seed_globally, seeded
 from trainer.data.permutation import Permutation
 from trainer.data.shard_plan import ShardPlan
@@ -232,17 +233,20 @@ class ShardedLoader(Loader):
         return -(-taken // (self.step_size * self.accumulate))
 
     def _all_steps(self) -> Iterator[Step]:
-        start, number, rank = self.start, self.epoch, self.world.rank
+        start, epoch_number, rank = self.start, self.epoch, self.world.rank
         self._begin(start)
         epoch = self._begin_epoch()
         plan = self._plan_from(start)
-        for step, loaded in enumerate(self._load(epoch, self._shards(plan))):
-            weight = plan.weight(step, rank)
-            count = self._samples_of(loaded) if weight else 0  # only a padding batch has weight 0
+        for number, step in enumerate(self._load(epoch, plan.shards(rank))):
+            if number >= plan.equal_steps:
+                step.weight, step.closes_update = plan.weight(number, rank), plan.closes_update(number)
+                if not step.weight:  # a padding batch
+                    step.count = 0
             if epoch.bounds is not None:
-                weight = count * plan.world_size / epoch.count(plan.update(step))
-            taken = min(plan.start + (step + 1) * plan.step_size, plan.samples)
-            yield Step(loaded.batch, count, weight, plan.closes_update(step), number, taken)
+                update = plan.update(number)
+                step.weight = step.count * plan.world_size / (epoch.bounds[update.stop] - epoch.bounds[update.start])
+            step.epoch, step.taken = epoch_number, min(start + (number + 1) * plan.step_size, plan.samples)
+            yield step
 
     @property
     def is_even(self) -> bool:
@@ -252,14 +256,11 @@ class ShardedLoader(Loader):
     def _evaluation_steps(self) -> Iterator[Step]:
         epoch = self._begin_epoch()
         left = self.plan.steps
-        filled = (shard for shard in self._shards(self.plan) if shard.stop > shard.start)
-        for loaded in self._load(epoch, filled):
+        filled = (shard for shard in self.plan.shards(self.world.rank) if shard.stop > shard.start)
+        for step in self._load(epoch, filled):
             left -= 1
-            yield Step(loaded.batch, self._samples_of(loaded), 1.0, True)
+            yield step
         yield from repeat(NO_SAMPLES, left)
-
-    def _shards(self, plan: ShardPlan) -> Iterator[slice]:
-        return (plan.shard(step, self.world.rank) for step in range(plan.steps))
 
     def _begin_epoch(self) -> Epoch:
         """Return the next epoch, and plan for it. Collective with a sampler.
@@ -277,24 +278,23 @@ class ShardedLoader(Loader):
         self._plan_for(len(epoch))
         return epoch
 
-    def _load(self, epoch: Epoch, shards: Iterable[slice]) -> Iterator[Counted]:
-        """Yield the batches of this rank's shards of an epoch; padding batches for those that are empty."""
+    def _load(self, epoch: Epoch, shards: Iterable[slice]) -> Iterator[Step]:
+        """Return the batches of this rank's shards of an epoch; padding batches for those that are empty."""
         if isinstance(self.dataset, InMemory):
-            yield from self._cut(self.dataset, epoch.batches(shards, self.dataset.inputs.device))
-            return
-        lists = (keys.tolist() if isinstance(keys, Tensor) else keys for keys in epoch.batches(shards))
-        self._indices.epoch = (keys[0] for keys in lists) if self._is_ready else lists
-        for loaded in batches_of(self._data_loader, self.seed, self.epoch, self.world.rank):
-            loaded.batch = move(loaded.batch, self.world.device)
-            yield loaded
+            return self._cut(self.dataset, epoch.batches(shards, self.dataset.inputs.device))
+        keys: Iterator[Any] = epoch.batches(shards)
+        lists = keys if isinstance(epoch.keys, list) else map(Tensor.tolist, keys)
+        self._indices.epoch = map(itemgetter(0), lists) if self._is_ready else lists
+        batches = batches_of(self._data_loader, self.seed, self.epoch, self.world.rank)
+        return self._counted(batches, self.world.device)
 
-    def _cut(self, dataset: InMemory, batches: Iterable[Tensor | list[Any]]) -> Iterator[Counted]:
+    def _cut(self, dataset: InMemory, batches: Iterable[Tensor | list[Any]]) -> Iterator[Step]:
         inputs, targets, transform = dataset.inputs, dataset.targets, dataset.transform
         for index in batches:
             if not isinstance(index, Tensor):
                 raise ConfigError("InMemory has its samples by number, and the sampler has drawn something else")
             cut = inputs.index_select(0, index)
-            yield Counted(len(index), ((transform(cut) if transform else cut), targets.index_select(0, index)))
+            yield Step((transform(cut) if transform else cut, targets.index_select(0, index)), len(index))
 
     @cached_property
     def _data_loader(self) -> DataLoader[Any]:

@@ -62,21 +62,16 @@ class Epoch:
 
     def batches(self, shards: Iterable[slice], device: torch.device | None = None) -> Iterator[Tensor | list[Any]]:
         """Yield the keys of each slice of units; if they are a tensor, on this device."""
-        ranges = map(self.key_range, shards)
         if not isinstance(self.keys, Permutation):
             keys = self.keys.to(device) if isinstance(self.keys, Tensor) else self.keys
-            for part in ranges:
-                yield keys[part]
+            for part in shards:
+                yield keys[part if self.bounds is None and part.stop > part.start else self.key_range(part)]
             return
+        ranges = map(self.key_range, shards)
         while block := list(islice(ranges, _AT_ONCE)):
             numbers = np.concatenate([np.arange(part.start, part.stop, dtype=np.uint64) for part in block])
             indices = torch.from_numpy(self.keys.at(numbers).view(np.int64)).to(device)
             yield from indices.split([part.stop - part.start for part in block])
-
-    def count(self, units: slice) -> int:
-        """Return the number of items in a slice of units; 0 for an empty slice, whose padding does not count."""
-        keys = self.key_range(units)
-        return keys.stop - keys.start if units.stop > units.start else 0
 
 
 class EpochOrder:

@@ -10,8 +10,10 @@ rank are left do some ranks get none.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import torch
 
@@ -55,6 +57,12 @@ class ShardPlan:
         """Steps from `start` to the epoch's end, the same on every rank, a short last one included."""
         return -(-(self.samples - self.start) // self.step_size)
 
+    @cached_property
+    def equal_steps(self) -> int:
+        """How many of the first steps are full, equally divided, and an update each, so that their weight is 1."""
+        divided = self.global_batch_size is None or self.global_batch_size % self.world_size == 0
+        return (self.samples - self.start) // self.step_size if self.accumulate == 1 and divided else 0
+
     def full_steps(self) -> ShardPlan:
         """Return the plan without the samples that do not fill the last step.
 
@@ -81,6 +89,12 @@ class ShardPlan:
         begin = start + rank * share + min(rank, extra)
         return slice(begin, begin + share + (rank < extra))
 
+    def shards(self, rank: int) -> Iterator[slice]:
+        """Return the shards of all steps: those of full steps lie `step_size` apart."""
+        full, first = (self.samples - self.start) // self.step_size, self.shard(0, rank)
+        begins, ends = (range(at, at + full * self.step_size, self.step_size) for at in (first.start, first.stop))
+        return chain(map(slice, begins, ends), (self.shard(step, rank) for step in range(full, self.steps)))
+
     def update(self, step: int) -> slice:
         """Return the positions in the epoch's order that all ranks together take in the update of `step`."""
         begin = self.start + (step - step % self.accumulate) * self.step_size
@@ -96,9 +110,6 @@ class ShardPlan:
         local count · world size / global count, the global count being that of the whole update. It is
         exactly 1.0 in full, equally divided steps without accumulation, and 0.0 for a rank without samples.
         """
-        divided = self.global_batch_size is None or self.global_batch_size % self.world_size == 0
-        if self.accumulate == 1 and divided and self.start + (step + 1) * self.step_size <= self.samples:
-            return 1.0
         update, shard = self.update(step), self.shard(step, rank)
         count, whole = (int(positions.stop - positions.start) for positions in (shard, update))
         return count * self.world_size / whole

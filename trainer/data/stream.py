@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer.cluster.world import World
-from trainer.data.base import NOT_GIVEN, Loader, LoaderOptions, Step, check_sizes, is_stream
-from trainer.data.batches import batches_of, move
+from trainer.data.base import NOT_GIVEN, Loader, LoaderOptions, check_sizes, is_stream
+from trainer.data.batches import Step, batches_of, move
 from trainer.data.shard_plan import permutation
 from trainer.errors import ConfigError, TrainerError
 
@@ -109,8 +109,7 @@ class StreamLoader(Loader):
         return self._steps
 
     def _evaluation_steps(self) -> Iterator[Step]:
-        for count, batch in self._draw():
-            yield Step(move(batch, self.world.device), count, 1.0, True)
+        return self._draw(self.world.device)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "steps": self._steps_taken if self.taken or self.start else 0}
@@ -130,7 +129,7 @@ class StreamLoader(Loader):
         self.samples = self.start
         self._steps_taken = self._steps_taken if self.samples else 0
         for _ in range(self._steps_taken):
-            _, batch = next(batches, (0, batch))
+            batch = next(batches, Step(batch, 0)).batch
         self._begin(self.samples)
         totals = [0] * self.accumulate
         while len(totals) == self.accumulate:
@@ -140,36 +139,32 @@ class StreamLoader(Loader):
                 raise TrainerError(f"the ranks' streams have no {self.unit} for a step of this epoch")
             for index, total in enumerate(totals):
                 # Once this rank's part has ended, its last batch comes again, with weight 0.
-                count, batch = drawn[index] if index < len(drawn) else (0, batch)
+                step = drawn[index] if index < len(drawn) else Step(batch, 0)
+                count, batch = step.count, step.batch
                 if batch is None:
                     raise TrainerError(f"the stream of rank {self.world.rank} is empty; each rank needs a sample")
-                weight = count * self.world.size / sum(totals)
                 self.samples += total
                 self._steps_taken += 1
-                closes_update = index == len(totals) - 1
-                yield Step(move(batch, self.world.device), count, weight, closes_update, epoch, self.samples)
+                weight, is_last = count * self.world.size / sum(totals), index == len(totals) - 1
+                yield Step(move(batch, self.world.device), count, weight, is_last, epoch, self.samples)
 
-    def _totals(self, drawn: Sequence[tuple[int, Any]]) -> list[int]:
+    def _totals(self, drawn: Sequence[Step]) -> list[int]:
         """Return the units of all ranks in each step of the update; fewer where the epoch ends. Collective."""
-        units = [self._units(count) for count, _ in drawn] + [0] * (self.accumulate - len(drawn))
+        units = [1 if self._is_ready else step.count for step in drawn] + [0] * (self.accumulate - len(drawn))
         if self._group is not None:
             units = self._group.all_reduce(torch.tensor(units), "sum").tolist()
         least = self.step_size if self.drop_last else 1
         return units[: next((index for index, total in enumerate(units) if total < least), None)]
 
-    def _units(self, samples: int) -> int:
-        return 1 if self._is_ready else samples
-
-    def _draw(self) -> Iterator[tuple[int, Any]]:
+    def _draw(self, device: torch.device | None = None) -> Iterator[Step]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
         batches = batches_of(self._batches, self.seed, self.epoch, self.world.rank)
         self.epoch += 1
         drawn = 0
-        for loaded in batches:
-            count = self._samples_of(loaded)
-            drawn += self._units(count)
-            yield count, loaded.batch
+        for step in self._counted(batches, device):
+            drawn += 1 if self._is_ready else step.count
+            yield step
         if self._length not in (None, drawn) and not self.drop_last:
             raise TrainerError(
                 f"the stream of rank {self.world.rank} has yielded {drawn} {self.unit}, and its length is "

@@ -16,7 +16,8 @@ from torch.utils.data import Dataset
 
 from trainer.checkpoint.run.checkpoints import Checkpoints
 from trainer.config import CheckpointConfig, RunConfig, TrainerConfig
-from trainer.data.base import Step, is_stream
+from trainer.data.base import is_stream
+from trainer.data.batches import Step
 from trainer.data.loader import ShardedLoader
 from trainer.data.shard_plan import mix_seeds
 from trainer.errors import ConfigError, TrainerError
@@ -96,7 +97,7 @@ class Trainer:
         if self.config.channels_last and not self.strategy.shards:  # shards are rows, and rows want NCHW
             to_channels_last(model, optimizer)
         self._forward, self.optimizer = self.run.prepare(model, optimizer)
-        self._checkpoint = checkpoint
+        self._checkpoint, self._autocast = checkpoint, self.run.autocast()
         self._scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.config.precision == "fp16")
         self.checkpoints: Checkpoints | None = None
         """The checkpoints of the fit, once it has begun; None without `checkpoint`."""
@@ -173,10 +174,10 @@ class Trainer:
         samples = 0
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
-        with torch.no_grad(), self.run.autocast():
+        with torch.no_grad(), self._autocast:
             for step in loader.evaluation_steps():
-                inputs, targets = _pair(step)
-                outputs = self.model(self._layout(inputs))
+                inputs, targets = self._pair(step)
+                outputs = self.model(inputs)
                 values = [self.loss(outputs, targets).double() * step.count]
                 values += [metric(outputs, targets) for metric in self.metrics.values()]
                 for total, value in zip(sums, values, strict=True):
@@ -243,9 +244,9 @@ class Trainer:
 
     def _step(self, step: Step) -> Tensor:
         """Run the forward and the backward pass; return the local mean loss."""
-        inputs, targets = _pair(step)
-        with self.run.autocast():
-            loss = self.loss(self._forward(self._layout(inputs)), targets)
+        inputs, targets = self._pair(step)
+        with self._autocast:
+            loss = self.loss(self._forward(inputs), targets)
         self.run.backward(self._scaler.scale(loss))
         return loss
 
@@ -261,10 +262,17 @@ class Trainer:
         self._state.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._learning_rate.after_update()
 
-    def _layout(self, inputs: Any) -> Any:
+    def _pair(self, step: Step) -> tuple[Any, Any]:
+        """Return a batch's inputs and targets; raise `ConfigError` for batches of another kind."""
+        if not isinstance(step.batch, tuple | list) or len(step.batch) != 2:
+            raise ConfigError(
+                "Trainer takes batches of (inputs, targets), and this dataset's are of type "
+                f"{type(step.batch).__name__}; trainer.init() is for a loop of your own, which takes any batch"
+            )
+        inputs, targets = step.batch
         if self.config.channels_last and isinstance(inputs, Tensor) and inputs.dim() == 4:
-            return inputs.contiguous(memory_format=torch.channels_last)
-        return inputs
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        return inputs, targets
 
     def _report_progress(self, loader: ShardedLoader, epoch: int) -> None:
         event = ProgressEvent(
@@ -319,16 +327,6 @@ class Trainer:
     def _notify(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self._context, *arguments)
-
-
-def _pair(step: Step) -> tuple[Any, Any]:
-    """Return a batch's inputs and targets; raise `ConfigError` for batches of another kind."""
-    if isinstance(step.batch, tuple | list) and len(step.batch) == 2:
-        return step.batch[0], step.batch[1]
-    raise ConfigError(
-        f"Trainer takes batches of (inputs, targets), and this dataset's are of type {type(step.batch).__name__}; "
-        "trainer.init() is for a loop of your own, which takes any batch"
-    )
 
 
 def _settings_on(run: Run, strategy: str | Strategy, config: TrainerConfig | None) -> TrainerConfig:

@@ -11,16 +11,15 @@ import threading
 import weakref
 from collections import Counter
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.cluster.output import print_line
 from trainer.cluster.world import World
-from trainer.data.base import NO_STEP, Loader, Observer, Step
-from trainer.data.batches import tensors_in
+from trainer.data.base import NO_STEP, Loader, Observer
+from trainer.data.batches import Step, tensors_in
 from trainer.data.loader import digest
 from trainer.errors import TrainerError
 from trainer.loop.prepared import at_end
@@ -39,13 +38,11 @@ _AHEAD = (
 )
 
 
-class Position(NamedTuple):
-    """A batch's place in the training, to compare the ranks by."""
-
-    loader: int
-    epoch: int
-    number: int
-    """Of the batch, counted from the loader's first batch."""
+Position = tuple[int, int, int]
+"""A batch's place in the training, to compare the ranks by: the numbers of its loader, its epoch, and the batch, which
+counts from the loader's first."""
+_FORGET_EVERY = 64
+"""Draws after which tensors that nobody holds any more are forgotten together."""
 
 
 class Batches(Observer):
@@ -57,7 +54,7 @@ class Batches(Observer):
     """
 
     def __init__(self, world: World, accumulate: int, global_batch: GlobalBatch) -> None:
-        self._world, self._global_batch = world, global_batch
+        self._world, self.global_batch = world, global_batch
         self._is_watching = world.size > 1 or accumulate > 1
         """Whether it matters which batch a pass computes on. Otherwise each has weight 1 and closes an update."""
         self.current = NO_STEP
@@ -74,10 +71,13 @@ class Batches(Observer):
         """Digest of the first tensor in the first forward pass; None if it cannot be read."""
         self.in_uneven_evaluation = False
         """Whether an evaluation runs in which some ranks have fewer batches than others."""
+        self.is_in_pass = False
+        """Whether a backward pass runs, in which a forward pass computes activations anew."""
         self._evaluated: Step | None = None
-        self._by_tensor: Any = WeakIdKeyDictionary()
-        """From each tensor of a batch to its step, without the batch itself, and position, as long as somebody holds
-        the tensor."""
+        self._known = Step(None, 1, 1.0, True)
+        """The last draw's step, without its batch; the same object as long as batches count alike."""
+        self._by_tensor: dict[int, tuple[weakref.ref[Tensor], Step, Position]] = {}
+        """By id, the tensors of batches, each with its step, without the batch itself, and position."""
         self._forwarded: dict[int, Step] = {}
         """By the loader's number, the last step of which a forward pass has computed since the last backward pass."""
         self._thread = threading.get_ident()
@@ -85,7 +85,6 @@ class Batches(Observer):
         self._weights: set[float] = set()
         """The weights of the batches that were drawn since the last backward pass."""
         self._epoch = 0
-        self._is_in_pass = False
         self._is_uneven = self._has_digest = self._has_warned = self._has_told_of_padding = False
 
     @property
@@ -96,27 +95,37 @@ class Batches(Observer):
         return self.current.count if self.has_loader else 1
 
     def drawn(self, loader: Loader, step: Step) -> None:
-        if self._evaluated is not None and threading.get_ident() == self._thread:
+        is_ahead = threading.get_ident() != self._thread  # a thread that draws ahead knows nothing of the passes
+        if self._evaluated is not None and not is_ahead:
             self.evaluated(loader, None)  # an evaluation's iterator may be kept for later
         self.has_loader = True
         self.draws += 1
         self.update += self.current.closes_update
-        if not self._is_watching:
-            self.activate(step)
-            return
-        self._drawn[loader.number] += 1
-        position = Position(loader.number, step.epoch, self._drawn[loader.number])
-        if position.number == 1 or step.epoch != self._epoch:
+        count, weight, closes_update, known = step.count, step.weight, step.closes_update, self._known
+        if known.count != count or known.weight != weight or known.closes_update is not closes_update:
+            known = self._known = Step(None, count, weight, closes_update)
+        if self._is_watching:
+            position = self._remember(loader.number, step, known)
+            if is_ahead:
+                return
+            self.position = position
+            self._forwarded.pop(loader.number, None)  # this loader's earlier batches have had no backward pass
+        if known is not self.current:
+            self.activate(known)
+
+    def _remember(self, number: int, step: Step, known: Step) -> Position:
+        """Remember which batch its tensors belong to; return its position."""
+        self._drawn[number] += 1
+        position = number, step.epoch, self._drawn[number]
+        if position[2] == 1 or step.epoch != self._epoch:
             self._is_uneven, self._epoch = False, step.epoch
         self._is_uneven |= step.weight != 1.0
         self._weights.add(step.weight)
-        # Not by `replace`, which takes ten times as long.
-        known = Step((), step.count, step.weight, step.closes_update, step.epoch, step.taken), position
         for tensor in tensors_in(step.batch):
-            self._by_tensor[tensor] = known
-        if threading.get_ident() == self._thread:  # a thread that draws ahead knows nothing of the passes
-            self._forwarded.pop(loader.number, None)  # this loader's earlier batches have had no backward pass
-            self.activate(*known)
+            self._by_tensor[id(tensor)] = weakref.ref(tensor), known, position
+        if self.draws % _FORGET_EVERY == 0:
+            self._by_tensor = {key: each for key, each in [*self._by_tensor.items()] if each[0]() is not None}
+        return position
 
     def ended(self, loader: Loader, *, was_left: bool) -> None:
         self.evaluated(loader, None)
@@ -135,32 +144,27 @@ class Batches(Observer):
 
     def on_forward(self, inputs: tuple[Any, ...]) -> None:
         """Find the batch that a forward pass computes on."""
-        if self._is_in_pass:
+        if self.is_in_pass or (self._has_digest and not self._by_tensor):
             return
+        tensors = tensors_in(inputs)
         if not self._has_digest and self._world.size > 1:
-            self._has_digest = True
-            self.first_inputs = next(map(_digest, tensors_in(inputs)), None)
-        if not self._by_tensor:
-            return
-        for tensor in tensors_in(inputs):
-            known = self._by_tensor.get(tensor)
-            if known is None and tensor._base is not None:  # a view of a batch's tensor
-                known = self._by_tensor.get(tensor._base)
-            if known is not None:
-                step, position = known
-                self._forwarded.pop(position.loader, None)
-                self._forwarded[position.loader] = step
-                self.activate(step, position)
-                return
+            self._has_digest, self.first_inputs = True, _digest(tensors[0]) if tensors else None
+        for tensor in tensors:
+            for held in (tensor, tensor._base):  # which is None unless it is a view, of a batch's tensor say
+                known = self._by_tensor.get(id(held))
+                if known is not None and known[0]() is held:
+                    _, step, self.position = known
+                    self._forwarded.pop(self.position[0], None)
+                    self._forwarded[self.position[0]] = step
+                    if step is not self.current:
+                        self.activate(step)
+                    return
 
-    def activate(self, step: Step, position: Position | None = None) -> None:
+    def activate(self, step: Step) -> None:
         """Make `step` the current step, whose forward and backward pass are about to begin."""
-        self.position = position or self.position
-        if step is self.current:
-            return
         self.current, is_padding = step, not step.count
-        if is_padding is self._global_batch.counts:
-            self._global_batch.leave_out(is_padding)
+        if is_padding is self.global_batch.counts:
+            self.global_batch.leave_out(is_padding)
             # The last rank is the first that runs out of samples.
             if is_padding and not self._has_told_of_padding and self._world.rank == self._world.size - 1:
                 self._has_told_of_padding = True
@@ -176,31 +180,23 @@ class Batches(Observer):
             TrainerError: since the last backward pass, forward passes computed on batches that count differently.
         """
         self._thread = threading.get_ident()
+        if not self._is_watching:
+            return self.current
         # With two batches of the same loader, the script has skipped the backward pass of the first: the last counts.
-        steps, self._forwarded = [*self._forwarded.values()], {}
+        steps, weights = [*self._forwarded.values()], len(self._weights)
+        self._forwarded.clear()
+        self._weights.clear()
         if len(steps) > 1 and len({bool(step.count) if is_weighed else step.weight for step in steps}) > 1:
             raise TrainerError(
                 "the loss is of several batches of run.loader that count differently, such as the last batches of two "
                 "loaders; call run.backward once for each batch's loss, right after its forward pass"
             )
         # Unmatched, it may belong to a batch of another weight than the current one.
-        is_ambiguous = len(self._weights) > 1 or (self.current is NO_STEP and self._is_uneven)
-        if not steps and not is_weighed and is_ambiguous and not self._has_warned:
+        is_ambiguous = weights > 1 or (self.current is NO_STEP and self._is_uneven)
+        if is_ambiguous and not steps and not is_weighed and not self._has_warned:
             self._has_warned = True
             print_line(_AHEAD, sys.stderr)
         return steps[-1] if steps else self.current
-
-    def begin_pass(self, weight: float) -> None:
-        """Note that a backward pass begins, in which a forward pass computes activations anew.
-
-        With weight 0, global statistics take nothing of its gradients.
-        """
-        self._is_in_pass, self._global_batch.is_weighed = True, bool(weight)
-
-    def end_pass(self) -> None:
-        """Note that a backward pass has ended, also in an error."""
-        self._is_in_pass, self._global_batch.is_weighed = False, True
-        self._weights.clear()
 
 
 class _Hook:

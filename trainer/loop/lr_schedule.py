@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch.optim import Optimizer
@@ -43,7 +44,7 @@ class Schedule:
         progress = min(1.0, (update - self.warmup_updates) / after)
         return self.scale * 0.5 * (1.0 + math.cos(math.pi * progress))
 
-    @property
+    @cached_property
     def is_constant(self) -> bool:
         """Whether the learning rate stays what the user has set."""
         return self.scale == 1.0 and self.decay == "none" and (self.start == 1.0 or not self.warmup_updates)

@@ -7,6 +7,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import call
 from weakref import WeakKeyDictionary
 
 import torch
@@ -80,7 +81,7 @@ class Prepared:
     @property
     def synchronizers(self) -> list[Synchronizer]:
         """The synchronizers that have something to do, of the models that somebody still holds."""
-        return [synchronizer for held in self.active if (synchronizer := held()) is not None]
+        return [*filter(None, map(call, self.active))]
 
     @property
     def numbered_models(self) -> dict[int, nn.Module]:
@@ -107,9 +108,7 @@ class Prepared:
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         number = next(self._numbers) if is_active else None
         self._models[model] = _Model(weakref.ref(synchronizer), number, frozen)
-        self.has_models, self.has_frozen = True, self.has_frozen or bool(frozen)
-        for known in self._optimizers.values():
-            known.synchronizers = None
+        self.has_models, self.has_frozen = True, self.has_frozen or (is_active and bool(frozen))
         if is_active:
             self.active.append(weakref.ref(synchronizer))
         if len(self.active) > 1:
@@ -166,18 +165,13 @@ class Prepared:
             for group, values in zip(groups, loaded, strict=False):  # their number is compared next
                 group.update(values)
 
-    def synchronizers_of(self, known: PreparedOptimizer, optimizer: Optimizer) -> list[Synchronizer]:
-        """Return the synchronizers of the models whose parameters the optimizer holds."""
-        if not self.active:
-            return []
-        if known.synchronizers is None:
+    def connect(self) -> None:
+        """Find the synchronizers of the models whose parameters each optimizer holds."""
+        for optimizer, known in self._optimizers.items():
             held = _ids(optimizer)
             known.synchronizers = [
-                weakref.ref(synchronizer)
-                for model, synchronizer in self.models.items()
-                if type(synchronizer) is not Synchronizer and held & set(map(id, model.parameters()))
+                each.synchronizer for model, each in self._models.items() if held & set(map(id, model.parameters()))
             ]
-        return [synchronizer for alive in known.synchronizers if (synchronizer := alive()) is not None]
 
     def check_groups(self, known: PreparedOptimizer, optimizer: Optimizer) -> None:
         """Check the parameters of an optimizer to which a group was added since.
@@ -187,7 +181,8 @@ class Prepared:
         """
         self.check_parameters((), [optimizer])
         self.check_known(_ids(optimizer))
-        known.groups, known.synchronizers = len(optimizer.param_groups), None
+        known.groups = len(optimizer.param_groups)
+        self.connect()
 
     def check_known(self, held: set[int] | None = None) -> None:
         """Check that gradients of all trained parameters are all-reduced; with `held`, of parameters with these ids.
@@ -208,8 +203,6 @@ class Prepared:
 
     def check_frozen(self) -> None:
         """Raise `TrainerError` if a parameter that was frozen in `prepare` no longer is."""
-        if not self.active:
-            return
         frozen = (parameter for known in self._models.values() for parameter in known.frozen)
         if any(parameter.requires_grad for parameter in frozen):
             raise TrainerError(
@@ -285,8 +278,10 @@ class PreparedOptimizer:
     """The number of parameter groups when they were checked last."""
     backwards_at_step: int
     """The run's number of backward passes at the optimizer's last step."""
-    synchronizers: list[weakref.ref[Synchronizer]] | None = None
-    """The synchronizers of the optimizer's models; None until they are asked for."""
+    synchronizers: Sequence[weakref.ref[Synchronizer]] = ()
+    """The synchronizers of the optimizer's models, as far as they have something to do."""
+    running_at: int | None = None
+    """While a step runs, the run's number of backward passes at its beginning."""
 
 
 def _ids(optimizer: Optimizer) -> set[int]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import isfinite
+from operator import call
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 
 from trainer.cluster.output import print_line
 from trainer.config import RunConfig
-from trainer.data.base import Step
+from trainer.data.batches import Step
 from trainer.errors import ConfigError, TrainerError
 from trainer.loop.batches import Batches
 from trainer.loop.consistency import PeriodicCheck
@@ -30,9 +31,9 @@ from trainer.loop.gradients import Marks, has_changed, mark, parameters_of
 from trainer.loop.prepared import Prepared, PreparedOptimizer, at_end
 from trainer.loop.random_numbers import warn_of_twins
 from trainer.strategies.base import Strategy
-from trainer.strategies.gradients import GradientSynchronizer, Synchronizer
+from trainer.strategies.gradients import Synchronizer
 from trainer.watch.heartbeat import GRADIENTS, report_phase, report_step, waits
-from trainer.watch.spans import EXCHANGE, span
+from trainer.watch.spans import EXCHANGE, in_span
 
 _UNREACHED = (
     "trainer: WARNING: run.backward has reached no parameter of a model that was prepared. Each rank trains what it "
@@ -71,6 +72,7 @@ class Updates:
         self._is_unfinished = False
         """Whether a backward pass runs, or has ended in an error."""
         self._had_no_sync = self._has_warned = self._has_told = self._has_twins = False
+        self._checks_scale = config.precision == "fp16"
         self._in_no_sync = 0
         self._passes = 0
         """Backward passes without a loader."""
@@ -85,10 +87,6 @@ class Updates:
         """This rank's losses since a finite one was last seen, each with the number of its all-reduce, from 1."""
         self._exchanges = 0
         """All-reduces of gradients, of whichever models, after which `PeriodicCheck` may compare the ranks."""
-        self._stepped: weakref.WeakKeyDictionary[Synchronizer, set[int]] = weakref.WeakKeyDictionary()
-        """Ids of optimizers that stepped since the last all-reduce, per model."""
-        self._running: set[int] = set()
-        """Ids of optimizers whose step is running."""
 
     def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[nn.Module, nn.Module]:
         """Prepare models and optimizers; return the module to call for each model. Collective.
@@ -107,35 +105,63 @@ class Updates:
             # `known` is handed to each step: a lookup in a weak dictionary takes as long as all the checks of a step.
             at_end(optimizer, optimizer.register_step_pre_hook(partial(self._before_step, known)).remove)
             at_end(optimizer, optimizer.register_step_post_hook(partial(self._after_step, known)).remove)
+        self._prepared.connect()
         return callable_models
 
     # A backward pass.
 
-    def backward(self, loss: Tensor, samples: float | None, *, is_sum: bool = False, **options: Any) -> None:
-        """See `Run.backward`, whose options are those of `torch.Tensor.backward`."""
-        self._check_pass()
-        synchronizers = self._prepared.synchronizers
-        if self._is_unfinished:
-            self._finish_failed_pass(synchronizers)
-        if not self._batches.has_loader and self._config.accumulate > 1:
+    def backward(self, loss: Tensor, samples: float | None, is_sum: bool, *options: Any) -> None:
+        """See `Run.backward`.
+
+        Args:
+            options: the arguments of `torch.Tensor.backward`.
+        """
+        prepared, batches = self._prepared, self._batches
+        synchronizers = prepared.synchronizers if prepared.active else []
+        if not prepared.backwards or prepared.has_frozen or self._kept is not None or self._is_unfinished:
+            self._check_pass(synchronizers)
+        if not batches.has_loader and self._config.accumulate > 1:
             self._count_pass()
-        self._is_local = self._in_no_sync > 0 or not self._batches.current.closes_update
-        weight = self._weight = self._weigh(samples, is_sum=is_sum)
+        self._is_local = is_local = self._in_no_sync > 0 or not batches.current.closes_update
+        step = batches.step_of_pass(is_weighed=samples is not None or is_sum)
+        weight = step.weight if samples is None and not is_sum else self._weigh(step, samples)
+        self._weight = weight
         for synchronizer in synchronizers:
-            synchronizer.before_backward(is_local=self._is_local, is_weightless=weight == 0.0)
-        self._run_pass(loss, weight, options)
-        self._prepared.backwards += 1
-        if weight and not self._has_told and self._strategy.world.size > 1:
+            synchronizer.before_backward(is_local=is_local, is_weightless=weight == 0.0)
+        self._is_unfinished = batches.is_in_pass = True
+        try:
+            if weight:
+                # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
+                (loss if weight == 1.0 else loss * weight).backward(*options)
+            else:
+                self._run_weightless(loss, *options)
+        finally:
+            batches.is_in_pass = False
+        self._is_unfinished = False
+        prepared.backwards += 1
+        reached = self._note_reached(synchronizers, loss) if synchronizers else []
+        if is_local:
+            self._keep()
+        elif prepared.active or not prepared.has_optimizers:
+            self._all_reduce(reached)
+
+    def _note_reached(self, synchronizers: Sequence[Synchronizer], loss: Tensor) -> list[Synchronizer]:
+        """Note the loss of a pass that has ended; return the synchronizers of the models that it has reached."""
+        if self._weight and not self._has_told and self._strategy.world.size > 1:
             self._losses.append((self._exchanges + 1, _number(loss)))
         for synchronizer in synchronizers:
             synchronizer.after_backward()
         reached = [synchronizer for synchronizer in synchronizers if synchronizer.is_reached]
-        if weight and not reached and not self._has_warned:
-            self._warn_of_unreached(synchronizers)
+        if self._weight and not reached and not self._has_warned:
+            self._has_warned = True
+            if self._strategy.world.is_root:
+                print_line(_UNREACHED, sys.stderr)
+        return reached
+
+    def _keep(self) -> None:
+        """Note that gradients stay on this rank until a later pass of the same update sends them."""
         self._had_no_sync |= self._in_no_sync > 0
-        if not self._is_local:
-            self._all_reduce(reached)
-        elif not self._batches.current.closes_update:
+        if not self._batches.current.closes_update:
             kept = next((parameter for parameter in self._prepared.trained() if parameter.grad is not None), None)
             self._kept = (self._batches.update, weakref.ref(kept)) if kept is not None else None
 
@@ -172,15 +198,15 @@ class Updates:
             who = ", ".join(f"rank {rank} on host {host}" for rank, (number, host) in ranks if number == first)
             print_line(_NOT_FINITE.format(who, first), sys.stderr)
 
-    def _check_pass(self) -> None:
-        self._running.clear()  # of steps that ended in an error
+    def _check_pass(self, synchronizers: Sequence[Synchronizer]) -> None:
+        """Run the checks of a first pass, and of one with frozen parameters or after one that was local or failed."""
         prepared = self._prepared
         if not prepared.has_models:
             raise TrainerError(
                 "run.backward came before run.prepare: each rank would train a model of its own; call "
                 "model, optimizer = run.prepare(model, optimizer) first"
             )
-        if self._config.precision == "fp16" and not prepared.optimizers:
+        if self._checks_scale and not prepared.optimizers:
             raise TrainerError(
                 "precision is 'fp16', and no optimizer was prepared, so nothing tells whether a GradScaler takes its "
                 "steps; call run.prepare(model, optimizer), or write torch.autocast yourself under precision 'fp32'"
@@ -195,57 +221,59 @@ class Updates:
                 )
         if prepared.has_frozen:
             prepared.check_frozen()
+        if self._is_unfinished:
+            self._is_unfinished = False
+            for synchronizer in synchronizers:
+                synchronizer.after_backward()
+            if prepared.active and not self._is_local:  # the other ranks wait in the all-reduce of the failed pass
+                self._all_reduce([each for each in synchronizers if each.is_reached], failed=True)
 
-    def _run_pass(self, loss: Tensor, weight: float, options: Mapping[str, Any]) -> None:
-        # A weight of exactly 1 is left out: the step is then that of a hand-written loop, to the last bit.
-        weighted = loss if weight == 1.0 else loss * weight
-        # The mean over an empty batch may be NaN, and 0 × NaN is NaN. These hooks make its gradients zeros, and so do
-        # those of statistics that all ranks sum up.
-        hooks = () if weight else [each.register_hook(torch.zeros_like) for each in self._prepared.trained()]
-        self._is_unfinished = True
-        self._batches.begin_pass(weight)
+    def _run_weightless(self, loss: Tensor, *options: Any) -> None:
+        """Run a pass that counts for nothing.
+
+        The mean over an empty batch may be NaN, and 0 × NaN is NaN. These hooks make its gradients zeros, and so do
+        those of statistics that all ranks sum up.
+        """
+        hooks = [each.register_hook(torch.zeros_like) for each in self._prepared.trained()]
+        self._batches.global_batch.is_weighed = False
         try:
-            weighted.backward(**options)
+            (loss * 0.0).backward(*options)
         finally:
-            self._batches.end_pass()
+            self._batches.global_batch.is_weighed = True
             for hook in hooks:
                 hook.remove()
-        self._is_unfinished = False
-
-    def _finish_failed_pass(self, synchronizers: Sequence[Synchronizer]) -> None:
-        """Take part in the all-reduces of a pass that failed on this rank, so that the other ranks do not hang."""
-        self._is_unfinished = False
-        for synchronizer in synchronizers:
-            synchronizer.after_backward()
-        if self._prepared.active and not self._is_local:
-            self._all_reduce([synchronizer for synchronizer in synchronizers if synchronizer.is_reached], failed=True)
-
-    def _warn_of_unreached(self, synchronizers: Sequence[Synchronizer]) -> None:
-        """Warn once that a pass reached no prepared model; other synchronizers do not note what a pass reaches."""
-        if any(isinstance(synchronizer, GradientSynchronizer) for synchronizer in synchronizers):
-            self._has_warned = True
-            if self._strategy.world.is_root:
-                print_line(_UNREACHED, sys.stderr)
 
     # The weight of a pass.
 
-    def _weigh(self, samples: float | None, *, is_sum: bool) -> float:
-        """Return the weight of the backward pass that begins now. Collective if `samples` is given.
+    def _weigh(self, step: Step, samples: float | None) -> float:
+        """Return the weight of a backward pass that the script weighs itself. Collective if `samples` is given.
 
         Args:
-            samples: how many samples this rank's loss is a mean over; None takes the loader's weight.
-            is_sum: whether the loss is a sum over them, which counts as often as there are ranks, in a mean over these.
+            samples: how many samples this rank's loss is a mean over; None for a loss that is a sum over them, which
+                counts as often as there are ranks, in a mean over these.
 
         Raises:
-            TrainerError: the loss combines batches with different weights.
             ConfigError: `samples` is not a number that is at least 0.
         """
-        step = self._batches.step_of_pass(is_weighed=samples is not None or is_sum)
-        if samples is not None:
-            return self._weight_of_samples(samples if step.count else 0.0)
-        if is_sum:
-            return float(self._strategy.world.size) if step.count else 0.0
-        return step.weight
+        world = self._strategy.world
+        if samples is None:
+            return float(world.size) if step.count else 0.0
+        samples = samples if step.count else 0.0
+        if not 0 <= samples < float("inf"):
+            raise ConfigError(f"samples is {samples!r}; it must be a number that is at least 0")
+        self._samples += samples
+        # The gradients of the earlier passes are sums over samples: only the last pass knows by what to divide them.
+        if self._is_local:
+            if self._before is None:
+                self._before = mark(self._prepared.trained())
+            return samples
+        samples_here = torch.tensor(self._samples, dtype=torch.float64, device=world.device)
+        total = float(self._strategy.all_reduce(samples_here)) if world.size > 1 else self._samples
+        per_sample = world.size / total if total else 0.0
+        if self._before is not None:
+            self._scale_earlier_passes(per_sample, self._before)
+        self._samples, self._before = 0.0, None
+        return samples * per_sample
 
     def _count_pass(self) -> None:
         """Count a pass without a loader: every `accumulate` passes form an update.
@@ -261,24 +289,6 @@ class Updates:
             )
         self._passes += 1
         self._batches.activate(Step(None, 1, 1 / accumulate, closes_update=self._passes % accumulate == 0))
-
-    def _weight_of_samples(self, samples: float) -> float:
-        if not 0 <= samples < float("inf"):
-            raise ConfigError(f"samples is {samples!r}; it must be a number that is at least 0")
-        self._samples += samples
-        # The gradients of the earlier passes are sums over samples: only the last pass knows by what to divide them.
-        if self._is_local:
-            if self._before is None:
-                self._before = mark(self._prepared.trained())
-            return samples
-        world = self._strategy.world
-        samples_here = torch.tensor(self._samples, dtype=torch.float64, device=world.device)
-        total = float(self._strategy.all_reduce(samples_here)) if world.size > 1 else self._samples
-        per_sample = world.size / total if total else 0.0
-        if self._before is not None:
-            self._scale_earlier_passes(per_sample, self._before)
-        self._samples, self._before = 0.0, None
-        return samples * per_sample
 
     def _scale_earlier_passes(self, factor: float, before: Marks) -> None:
         for parameter in self._prepared.trained():
@@ -304,25 +314,26 @@ class Updates:
             failed: whether the pass raised an error on this rank; its gradients are then left out.
         """
         prepared = self._prepared
-        # `active` has the same order on every rank; a model that this rank no longer holds is None here.
-        reached = synchronizers = [held() for held in prepared.active]
-        if len(synchronizers) > 1 and not self._strategy.shards:
-            is_wanted = [float(synchronizer in wanted) for synchronizer in synchronizers]
-            counts = torch.tensor(is_wanted, device=self._strategy.world.device)
-            self._strategy.start_gradients(counts, f"reached.{len(synchronizers)}")()
-            reached = [
-                synchronizer for synchronizer, count in zip(synchronizers, counts.tolist(), strict=True) if count > 0
-            ]
-        for synchronizer in filter(None, reached):
-            with span(EXCHANGE), waits(GRADIENTS):
-                synchronizer.reduce_after_error() if failed else synchronizer.complete()
-            self._stepped[synchronizer] = set()
+        agrees = len(prepared.active) > 1 and not self._strategy.shards
+        for synchronizer in self._reached_by_any(wanted) if agrees else prepared.synchronizers:
+            with waits(GRADIENTS):
+                in_span(EXCHANGE, synchronizer.reduce_after_error if failed else synchronizer.complete)
+            synchronizer.has_local_gradients, synchronizer.stepped = False, set()
         if not prepared.has_optimizers:
             self._count_step()
         self._exchanges += 1
         if self._exchanges > self._periodic.due_after and prepared.active:
             self._compare()
         self._had_no_sync = False
+
+    def _reached_by_any(self, wanted: Collection[Synchronizer]) -> list[Synchronizer]:
+        """Return the synchronizers of the models that any rank has reached, as far as this rank holds them."""
+        # `active` has the same order on every rank; a model that this rank no longer holds is None here.
+        synchronizers = [held() for held in self._prepared.active]
+        is_wanted = [float(synchronizer in wanted) for synchronizer in synchronizers]
+        counts = torch.tensor(is_wanted, device=self._strategy.world.device)
+        self._strategy.start_gradients(counts, f"reached.{len(synchronizers)}")()
+        return [each for each, count in zip(synchronizers, counts.tolist(), strict=True) if each and count > 0]
 
     def _compare(self) -> None:
         prepared, inputs = self._prepared, self._batches.first_inputs
@@ -346,18 +357,18 @@ class Updates:
     def _before_step(
         self, known: PreparedOptimizer, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if id(optimizer) in self._running:  # this is the parent class's step, called by the subclass's
-            return None
-        closure, is_fp16 = args[1] if len(args) > 1 else kwargs.get("closure"), self._config.precision == "fp16"
-        if is_fp16 and closure is None:
-            check_step_is_scaled()
-        self._running.add(id(optimizer))
+        if known.running_at == self._prepared.backwards and not self._is_unfinished:
+            return None  # this is the parent class's step, called by the subclass's
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
+            if self._checks_scale:
+                check_step_is_scaled()
             for synchronizer in self._check_step(known, optimizer):
                 synchronizer.before_step()
             return None
-        if is_fp16 or self._config.low_communication_setting:
+        if self._checks_scale or self._config.low_communication_setting:
             raise ConfigError("a closure cannot be combined with fp16, powersgd or sync_every")
+        known.running_at = self._prepared.backwards
         averaging = partial(self._mean_of, closure, known, optimizer)
         if len(args) > 1:
             return (args[0], averaging, *args[2:]), kwargs
@@ -367,7 +378,6 @@ class Updates:
         """Return the mean over all ranks of a closure's loss, so that they all decide alike by it. Collective."""
         loss = closure()
         self._check_step(known, optimizer)
-        self._running.add(id(optimizer))  # still within the step: the closure's backward pass has cleared it
         if loss is None:
             return None
         world, weight = self._strategy.world, self._weight
@@ -391,36 +401,31 @@ class Updates:
                 "optimizer.step() found gradients, but run.backward has not returned since its last step; call "
                 "run.backward(loss) before each step, which no gradient's hook may take, and zero gradients after it"
             )
-        known.backwards_at_step = prepared.backwards
-        synchronizers = prepared.synchronizers_of(known, optimizer)
-        # This rank has kept its gradients, or it has skipped a backward pass whose all-reduce the other ranks wait in.
-        if wanted := [
-            synchronizer
-            for synchronizer in synchronizers
-            if synchronizer.has_local_gradients or (is_repeated and self._was_missed(synchronizer, optimizer))
-        ]:
-            if self._config.precision == "fp16":
+        known.backwards_at_step = known.running_at = prepared.backwards
+        wanted, synchronizers = [], [*filter(None, map(call, known.synchronizers))]
+        for each in synchronizers:
+            # This rank has kept its gradients, or has skipped a backward pass whose all-reduce the other ranks wait in.
+            was_missed = each.stepped is None or id(optimizer) in each.stepped
+            if each.has_local_gradients or (is_repeated and was_missed):
+                wanted.append(each)
+        if wanted:
+            if self._checks_scale:
                 raise TrainerError(
                     "scaler.step has unscaled gradients that were not all-reduced yet; under precision 'fp16' call "
                     "run.backward on every rank before each step, and run.synchronize() after run.no_sync, before "
                     "scaler.unscale_ and scaler.step"
                 )
             self._all_reduce(wanted)
-        for synchronizer in synchronizers:
-            self._stepped.setdefault(synchronizer, set()).add(id(optimizer))
+        for each in synchronizers:
+            each.stepped = {id(optimizer)} | (each.stepped or set())
         return synchronizers
-
-    def _was_missed(self, synchronizer: Synchronizer, optimizer: Optimizer) -> bool:
-        """Return whether the model's gradients were not all-reduced since this optimizer's last step."""
-        stepped = self._stepped.get(synchronizer)
-        return stepped is None or id(optimizer) in stepped
 
     def _after_step(
         self, known: PreparedOptimizer, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        self._running.discard(id(optimizer))
+        known.running_at = None
         self._count_step()
-        for synchronizer in self._prepared.synchronizers_of(known, optimizer):
+        for synchronizer in filter(None, map(call, known.synchronizers)):
             synchronizer.after_step()
 
     def _count_step(self) -> None:

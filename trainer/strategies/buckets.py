@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainer.strategies.collectives import Collectives
 from trainer.strategies.gradients import GradientSynchronizer, NamedParameters, assign_means
-from trainer.watch.spans import WAIT, span
+from trainer.watch.spans import WAIT, in_span
 
 BUCKET_BYTES = 4 * 1024 * 1024
 """The smallest size of a bucket, except for the last: from this size on, latency is negligible."""
@@ -78,7 +78,7 @@ class Bucket:
             mean.zero_()
             self._unusual[index] = 0.0
         elif gradient.is_sparse:
-            mean.copy_(gradient.to_dense() * scale)
+            mean.copy_(gradient.detach().to_dense() * scale)
             self._unusual[index] = -(2.0**-10)  # less than a dense one on another rank, which makes the sum dense
         elif (gradient.dtype, gradient.device) == (mean.dtype, mean.device):
             torch.mul(gradient.detach(), scale, out=mean)
@@ -143,7 +143,7 @@ class BucketSynchronizer(GradientSynchronizer):
         while self.sends_early and self._next < len(self.buckets) and self.buckets[self._next].is_full:
             self._send_next()
 
-    def _complete(self) -> None:
+    def complete(self) -> None:
         """Send what has not been sent, and wait for all of it."""
         parameters = self.parameters
         while self._next < len(self.buckets):
@@ -154,8 +154,7 @@ class BucketSynchronizer(GradientSynchronizer):
             self._send_next()
         for bucket in self.buckets:
             if bucket.wait is not None:
-                with span(WAIT):
-                    bucket.wait()
+                in_span(WAIT, bucket.wait)
             held = [parameters[index] for index in bucket.means]
             assign_means(held, [*bucket.means.values()], bucket.has_gradient)
             bucket.empty()

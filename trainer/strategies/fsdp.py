@@ -26,7 +26,8 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer.cluster.world import World
 from trainer.config import FsdpConfig, RunConfig
-from trainer.data.base import NO_SAMPLES, Loader, Observer, Step
+from trainer.data.base import NO_SAMPLES, Loader, Observer
+from trainer.data.batches import Step
 from trainer.errors import ConfigError, TrainerError
 from trainer.models.sharded import current, is_sharded, replace_parameter, shard_values
 from trainer.strategies.base import broadcast_optimizer_state, check_dense

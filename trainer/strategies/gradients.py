@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from trainer.errors import TrainerError
 
@@ -28,13 +28,15 @@ class Synchronizer:
     """
 
     def __init__(self) -> None:
-        self.is_reached = False
-        """Whether the last backward pass has reached a parameter of this model."""
+        self.is_reached = True
+        """Whether the last backward pass has reached a parameter of this model; true where that is not known."""
         self.sends_early = True
         """Whether a gradient may be sent before the backward pass is over. False with several models, because ranks may
         reach them in different orders."""
         self.has_local_gradients = False
         """Whether local passes have left gradients on this rank."""
+        self.stepped: set[int] | None = None
+        """Ids of the optimizers that have stepped since the last all-reduce; None before the first one."""
 
     def before_backward(self, *, is_local: bool = False, is_weightless: bool = False) -> None:
         """Prepare for a backward pass, which may add to the mean gradients of an earlier pass.
@@ -120,6 +122,7 @@ class GradientSynchronizer(Synchronizer):
             parameter.register_post_accumulate_grad_hook(partial(self._on_hook, index))
             for index, (_, parameter) in enumerate(parameters)
         ]
+        self._hooks_so_far = RemovableHandle.next_id
         self._reached: set[int] = set()
         self._is_local = self._is_in_pass = False
 
@@ -145,7 +148,12 @@ class GradientSynchronizer(Synchronizer):
     def before_backward(self, *, is_local: bool = False, is_weightless: bool = False) -> None:
         self._reached.clear()
         self._is_local, self._is_in_pass = is_local, True
-        # Our hooks come behind the user's, however late those were registered: what theirs change is sent as well.
+        if self._hooks_so_far != RemovableHandle.next_id:  # a hook was registered somewhere
+            self._hooks_so_far = RemovableHandle.next_id
+            self._come_last()
+
+    def _come_last(self) -> None:
+        """Put our hooks behind the user's, however late those were registered: what theirs change is sent as well."""
         for hook in self._hooks:
             registered = hook.hooks_dict_ref()
             if registered and hook.id in registered and next(reversed(registered)) != hook.id:
@@ -165,21 +173,12 @@ class GradientSynchronizer(Synchronizer):
         if self._is_local and self.is_reached:
             self.has_local_gradients = True
 
-    @torch.no_grad()
-    def complete(self) -> None:
-        self._complete()
-        self.has_local_gradients = False
-
     def retire(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
     def on_gradient(self, index: int, parameter: nn.Parameter) -> None:
         """Start to send a gradient that is complete on this rank; by default do nothing."""
-
-    @abstractmethod
-    def _complete(self) -> None:
-        """Make all gradients the mean over all ranks."""
 
     def _on_hook(self, index: int, parameter: Tensor) -> None:
         if not self._is_in_pass:
@@ -231,11 +230,8 @@ def is_shared(gradient: Tensor) -> bool:
 
     Of `h + position.unsqueeze(0)`, autograd gives `position` a view of the gradient of h.
     """
-    return _holders(gradient) > _HOLDERS_OF_ONE
+    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > _HOLDERS_OF_ONE
 
 
-def _holders(tensor: Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-_HOLDERS_OF_ONE = _holders(torch.zeros(1))
+_ONE = torch.zeros(1)
+_HOLDERS_OF_ONE = torch._C._storage_Use_Count(_ONE.untyped_storage()._cdata)

@@ -29,7 +29,7 @@ from trainer.strategies.gradients import (
 )
 from trainer.tuning import tune
 from trainer.watch.heartbeat import BATCH_NORM, waits
-from trainer.watch.spans import WAIT, span
+from trainer.watch.spans import WAIT, in_span
 
 _SENT_AS = {torch.bfloat16: torch.float32}
 """The type that is sent, without a compression, for a type in which sums would keep eight bits."""
@@ -138,13 +138,10 @@ class HorovodSynchronizer(GradientSynchronizer):
         )
         self._send = [self._distributed._make_hook(placeholder) for placeholder in self._placeholders]
 
-    def on_gradient(self, index: int, parameter: nn.Parameter) -> None:
-        if self._placeholders[index].grad is not None:
+    def on_gradient(self, index: int, parameter: nn.Parameter | None) -> None:
+        placeholder, gradient = self._placeholders[index], None if parameter is None else parameter.grad
+        if placeholder.grad is not None:
             raise self._completed_twice(index)
-        self._begin(index, parameter.grad)
-
-    def _begin(self, index: int, gradient: Tensor | None) -> None:
-        placeholder = self._placeholders[index]
         if index in self._sparse:
             none = torch.empty(1, 0, device=self._device), placeholder.detach()[:0], placeholder.shape
             rows = torch.sparse_coo_tensor(*none, check_invariants=False) if gradient is None else gradient.detach()
@@ -154,29 +151,34 @@ class HorovodSynchronizer(GradientSynchronizer):
             # from those whose gradient is zero, without a separate message.
             placeholder.grad = torch.full_like(placeholder, -0.0)
         else:
-            own = gradient.to_dense()
+            own = gradient if gradient.layout is torch.strided else gradient.to_dense()
             own = own.detach().clone() if own.requires_grad or is_shared(own) else own
             # Contiguous as on ranks without a gradient, and because Horovod takes nothing else.
             placeholder.grad = as_real(own).to(placeholder.dtype).contiguous()
         self._send[index]()
 
-    def _complete(self) -> None:
-        pairs = [*zip(self.parameters, self._placeholders, strict=True)]
-        for index, (parameter, placeholder) in enumerate(pairs):
+    def complete(self) -> None:
+        parameters = self.parameters
+        for index, placeholder in enumerate(self._placeholders):
             if placeholder.grad is None:
-                self._begin(index, parameter.grad if parameter is not None else None)
-        with span(WAIT):
-            self._distributed.synchronize()  # which replaces the values of the gradients
-        for parameter, placeholder in pairs:
+                self.on_gradient(index, parameters[index])
+        in_span(WAIT, self._distributed.synchronize)  # which replaces the values of the gradients
+        dense: list[nn.Parameter] = []
+        means: list[Tensor] = []
+        for parameter, placeholder in zip(parameters, self._placeholders, strict=True):
             mean, placeholder.grad = placeholder.grad, None
             if parameter is None or mean is None:
                 continue
             if not mean.is_sparse:
-                values = torch.view_as_complex(mean.to(parameter.real.dtype)) if parameter.is_complex() else mean
-                has = parameter.grad is not None or bool(mean.any()) or not bool(mean.signbit().all())
-                assign_means([parameter], [values], [has].__getitem__)
+                dense.append(parameter)
+                means.append(torch.view_as_complex(mean.to(parameter.real.dtype)) if parameter.is_complex() else mean)
             elif (mean := mean.coalesce()).values().numel():
                 parameter.grad = mean if parameter.grad is None or parameter.grad.is_sparse else mean.to_dense()
+        assign_means(dense, means, lambda index: bool(means[index].any()) or not _is_negative_zero(means[index]))
+
+
+def _is_negative_zero(mean: Tensor) -> bool:
+    return bool(as_real(mean).signbit().all())
 
 
 def _import_horovod() -> Any:

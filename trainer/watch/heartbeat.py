@@ -21,8 +21,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import ContextDecorator, suppress
 from ctypes import c_bool, c_char, c_double, c_int64
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -286,35 +286,37 @@ def writable() -> Record | None:
     return _record if _record is not None and _record.thread == threading.get_ident() else None
 
 
-@contextmanager
-def waits(what: str, elements: int = 0, *, counts: bool = False) -> Iterator[None]:
-    """Return a context in which this rank waits for others. A context within another counts as a part of it.
+class Waiting(ContextDecorator):
+    """A context in which this rank waits for others. A context within another counts as a part of it.
 
     Args:
         what: name of what is waited for.
         elements: how many the tensor has; 0 if that may differ between ranks.
         counts: whether it is a counted collective, in which all ranks take part.
     """
-    record = writable()
-    if record is None or record.state == State.WAITING:
-        if record is not None:
+
+    def __init__(self, what: str, elements: int = 0, *, counts: bool = False) -> None:
+        self._noted = what.encode()[:_WHAT_BYTES], elements, counts
+
+    def __enter__(self) -> None:
+        self._record = record = writable()
+        if record is not None and record.state == State.WAITING:
             record.events += 1  # progress: a part of the wait has begun
-        yield
-        return
-    # After a collective's error that was caught, nothing is waited for any more.
-    is_between = record.state in (State.BETWEEN, State.FAILED)
-    before = (State.BETWEEN, b"", 0) if is_between else (record.state, record.what, record.elements)
-    name = what.encode()[:_WHAT_BYTES]
-    record.set(State.WAITING, name, elements, counts)
-    try:
-        yield
-    except Exception:
-        record.fail(name, elements, counts)
-        raise
-    except BaseException:
-        record.set(*before)
-        raise
-    record.set(*before)
+            self._record = None
+        elif record is not None:
+            # After a collective's error that was caught, nothing is waited for any more.
+            is_between = record.state in (State.BETWEEN, State.FAILED)
+            self._before = (State.BETWEEN, b"", 0) if is_between else (record.state, record.what, record.elements)
+            record.set(State.WAITING, *self._noted)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._record is not None and kind is not None and issubclass(kind, Exception):
+            self._record.fail(*self._noted)
+        elif self._record is not None:
+            self._record.set(*self._before)
+
+
+waits = Waiting
 
 
 def note_waits(kind: type, names: Iterable[str]) -> None:
@@ -328,8 +330,6 @@ def note_waits(kind: type, names: Iterable[str]) -> None:
 def _noting(method: Callable[..., Any], what: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        if _record is None:
-            return method(self, *args, **options)
         elements = args[0].numel() if what == "all_reduce" and args and hasattr(args[0], "numel") else 0
         with waits(what, elements, counts=True):
             return method(self, *args, **options)

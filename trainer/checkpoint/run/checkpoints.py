@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+from torch.profiler import record_function
 
 from trainer.checkpoint.disk.committed import name_of
 from trainer.checkpoint.run.contents import Contents
@@ -43,7 +44,7 @@ from trainer.loop.consistency import check_consistency, check_states
 from trainer.loop.random_numbers import random_state, set_random_state
 from trainer.strategies.base import Strategy
 from trainer.watch.heartbeat import PREEMPTED, report_phase
-from trainer.watch.spans import CHECKPOINT, span
+from trainer.watch.spans import CHECKPOINT
 
 _DEFAULT_EVERY_S = 600.0
 _REDUCE_EVERY_S = 0.5
@@ -287,7 +288,7 @@ class Checkpoints(Observer):
         if place == self._saved:
             self._attempt += 1  # another name, for what the script has changed since
         order = (self._attempt, *place)
-        with span(CHECKPOINT):
+        with record_function(CHECKPOINT):
             self._storage.wait()
             self._check_ranks()
             positions = self._positions.state()

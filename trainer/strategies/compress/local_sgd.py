@@ -61,7 +61,8 @@ class LocalSynchronizer(WholeSynchronizer):
     def weights_are_equal(self) -> bool:
         return self.updates < self._config.full_updates
 
-    def _complete(self) -> None:
+    @torch.no_grad()
+    def complete(self) -> None:
         self._is_new = True
         if self.weights_are_equal:
             self._average()

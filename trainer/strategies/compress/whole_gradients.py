@@ -54,7 +54,8 @@ class WholeSynchronizer(GradientSynchronizer):
             means |= {index: piece.view(tensors[index].shape) for index, piece in zip(indices, pieces, strict=True)}
         return [means[index] for index in range(len(tensors))]
 
-    def _complete(self) -> None:
+    @torch.no_grad()
+    def complete(self) -> None:
         self._average()
         self.updates += 1
 
