@@ -28,6 +28,7 @@ from scaling.report import markdown_table
 
 from benchmarks.common import REPORT_PREFIX
 from benchmarks.contestants import read_report
+from benchmarks.launching import PEERS, has_peers
 from trainer import TrainerError, report_failures
 from trainer.cluster.gpus import SHARING, nccl_version
 from trainer.files import check_writable, write_atomically
@@ -38,14 +39,14 @@ ROOT = Path(__file__).resolve().parents[1]
 SLOWER_ON_CPU = 10
 HAND, PLAIN = "DDP by hand", "a plain loop"
 """What the others are compared with."""
-PYTHON, TORCHRUN, HOROVODRUN = "python", "torchrun", "horovodrun --mpi"
+PYTHON, TORCHRUN, HOROVODRUN, OF_PEERS = "python", "torchrun", "horovodrun --mpi", "torchrun of .venv-peers"
 LIBRARIES = {
     "PyTorch alone": (PYTHON, "plain"),
     HAND: (TORCHRUN, "ddp"),
     "ours, ddp": (TORCHRUN, "ours"),
     "ours, Horovod": (HOROVODRUN, "ours"),
-    "Fabric": (TORCHRUN, "fabric"),
-    "Accelerate": (TORCHRUN, "accelerate"),
+    "Fabric": (OF_PEERS, "fabric"),
+    "Accelerate": (OF_PEERS, "accelerate"),
 }
 MNIST = {
     "ours": (PYTHON, [], {}),
@@ -183,8 +184,9 @@ def stages(device: str, data_dir: Path, folder: Path) -> list[Stage]:
 
 
 def _launch(launcher: str, ranks: int, script: list[str]) -> list[str]:
-    if launcher == TORCHRUN:
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *script]
+    if launcher in (TORCHRUN, OF_PEERS):
+        python = str(PEERS / "bin" / "python") if launcher == OF_PEERS and has_peers() else sys.executable
+        return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *script]
     start = [*launcher.split(), "-np", str(ranks), "-H", f"localhost:{ranks}"] if launcher == HOROVODRUN else []
     return [*start, sys.executable, *script]
 

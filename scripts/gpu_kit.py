@@ -132,7 +132,7 @@ def thin_out(library: bytes, cuda_arch: int) -> bytes:
     """Return a shared library (ELF) of the same size, with zeros in place of what one kind of GPU does not run.
 
     That is debugging information, kernels that only a linker takes, and the linked kernels of other compute
-    capabilities. Their headers stay, so that the driver still finds its way among them.
+    capabilities. Each container of kernels stays where it is, with a header that says how many bytes are left in it.
     """
     content = bytearray(library)
     (table,) = struct.unpack_from("<Q", content, _ELF_SECTIONS)
@@ -154,13 +154,19 @@ def _thin_out_section(content: bytearray, at: int, end: int, kept: int | None) -
         if magic != _FATBIN:
             at += 8  # padding
             continue
-        at, after = at + header, at + header + size
-        while at < after:
-            _, _, header, size = struct.unpack_from("<HHIQ", content, at)
-            (arch,) = struct.unpack_from("<I", content, at + 28)
-            if arch != kept:
-                content[at + header : at + header + size] = bytes(size)
-            at += header + size
+        start, after = at + header, at + header + size
+        entries, entry = bytearray(), start
+        while entry < after:
+            (header, size), (arch,) = (
+                struct.unpack_from("<IQ", content, entry + 4),
+                struct.unpack_from("<I", content, entry + 28),
+            )
+            if arch == kept:
+                entries += content[entry : entry + header + size]
+            entry += header + size
+        struct.pack_into("<Q", content, at + 8, len(entries))
+        content[start:after] = entries.ljust(after - start, b"\0")
+        at = after
 
 
 def _pack(kit: Path, output: Path) -> None:

@@ -72,7 +72,7 @@ def _make_environment(folder: Path) -> Path:
                     (site / file).parent.mkdir(parents=True, exist_ok=True)
                     _link(origin, site / file)
     seen = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-    (site / "zz-machine.pth").write_text(f"import site; [site.addsitedir(one) for one in {seen!r}]\n")
+    (site / "zz-machine.pth").write_text("".join(f"import site; site.addsitedir({one!r})\n" for one in seen))
     (python.with_name("torchrun")).write_text(TORCHRUN.format(python))
     (python.with_name("torchrun")).chmod(0o755)
     return python
