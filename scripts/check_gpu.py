@@ -37,6 +37,8 @@ from trainer.tuning.host import cpu_model, host_cores
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOWER_ON_CPU = 10
+SIZES = ("64K", "4M", "256M")
+"""Of the all-reduces between several GPUs."""
 HAND, PLAIN = "DDP by hand", "a plain loop"
 """What the others are compared with."""
 PYTHON, TORCHRUN, HOROVODRUN, OF_PEERS = "python", "torchrun", "horovodrun --mpi", "torchrun of .venv-peers"
@@ -83,16 +85,14 @@ class Stage:
 class Result:
     """How a stage ended."""
 
-    part: str
-    subject: str
-    name: str
+    stage: Stage
     outcome: str
     said: str = ""
     """The last line of a stage that ended well, or why it did not."""
     seconds: float = 0.0
     figures: Mapping[str, float] = field(default_factory=dict)
     output: str = ""
-    """The end of what a failed stage printed."""
+    """The end of what it printed."""
 
 
 def main() -> int:
@@ -106,13 +106,13 @@ def main() -> int:
         check_writable(file)
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="trainer-check-") as name:
-        for stage in stages(options.device, options.data_dir.resolve(), Path(name)):
+        for stage in stages(options.device, _gpus(options.device), options.data_dir.resolve(), Path(name)):
             if stage.part in options.parts:
                 left_s = 60 * options.minutes - (time.monotonic() - started)
                 results.append(_run(stage, left_s, options.device, Path(name)))
-                write_atomically(
-                    files["json"], json.dumps([{"device": device}, *map(asdict, results)], indent=2) + "\n"
-                )
+                content = {"device": device, "stages": [asdict(result) for result in results]}
+                write_atomically(files["json"], json.dumps(content, indent=2) + "
+")
                 write_atomically(files["md"], f"## {device}\n\n{tables(results)}\n")
     print(files["md"].read_text())
     return int(any(result.outcome == "failed" for result in results))
@@ -147,11 +147,18 @@ def describe_devices(device: str) -> str:
     return f"{gpus}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}"
 
 
-def stages(device: str, data_dir: Path, folder: Path) -> list[Stage]:
+def _gpus(device: str) -> int:
+    import torch
+
+    return torch.cuda.device_count() if device == "cuda" else 0
+
+
+def stages(device: str, gpus: int, data_dir: Path, folder: Path) -> list[Stage]:
     """Return all stages, in their order.
 
     Args:
         device: "cuda", or "cpu" with small sizes.
+        gpus: of this machine; on several, MNIST is trained as well, and the all-reduce between them is timed.
         data_dir: has MNIST.
         folder: for what the stages leave.
     """
@@ -176,10 +183,16 @@ def stages(device: str, data_dir: Path, folder: Path) -> list[Stage]:
             found.append(Stage(part="b", subject=model, name=name, command=command, limit_s=60))
     command = _launch(PYTHON, 1, [*steps, "plain", "--model", "mnist", "--data-dir", str(data_dir)])
     found.append(Stage(part="c", subject="mnist", name=PLAIN, command=command, limit_s=60))
-    for name, (launcher, extra, env) in MNIST.items():
-        script = [*mnist, "--batch-size", "256", "--epochs", "4", "--output", str(folder / f"c-{name}"), *extra]
-        command = _launch(launcher, 1, script)
+    runs = [(name, 1, *how) for name, how in MNIST.items()]
+    together = ((HOROVODRUN, "horovod"), (TORCHRUN, "nccl")) if gpus > 1 else ()
+    runs += [(f"ours, {transport}, {gpus} GPUs", gpus, launcher, [], {}) for launcher, transport in together]
+    for name, ranks, launcher, extra, env in runs:
+        script = [*mnist, "--batch-size", str(256 // ranks), "--epochs", "4", "--output", str(folder / f"c-{name}")]
+        command = _launch(launcher, ranks, [*script, *extra])
         found.append(Stage(part="c", subject="mnist", name=name, command=command, limit_s=60, env=env))
+    for launcher, transport in together:
+        command = _launch(launcher, gpus, ["scripts/comm_bench.py", *on, "--only", transport, "--sizes", *SIZES])
+        found.append(Stage(part="d", subject="all-reduce", name=transport, command=command, limit_s=60))
     return found + [_proof("d", name, selected, device) for name, selected in PROOFS.items()]
 
 
@@ -204,11 +217,10 @@ def _proof(part: str, name: str, selected: str, device: str) -> Stage:
 
 def _run(stage: Stage, left_s: float, device: str, folder: Path) -> Result:
     """Run a stage, or leave it out where less than half of its limit is left."""
-    facts = {"part": stage.part, "subject": stage.subject, "name": stage.name}
     limit_s = stage.limit_s * (1 if device == "cuda" else SLOWER_ON_CPU)
     if left_s < limit_s / 2:
         print(f"check: ({stage.part}) {stage.subject}, {stage.name}: left out", file=sys.stderr, flush=True)
-        return Result(**facts, outcome="left out", said=f"{left_s:.0f} s are left of all, and it may take {limit_s}")
+        return Result(stage=stage, outcome="left out", said=f"{left_s:.0f} s were left, and it may take {limit_s}")
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **stage.env}
     if device == "cpu":
         env["OMP_NUM_THREADS"] = "1"
@@ -216,12 +228,12 @@ def _run(stage: Stage, left_s: float, device: str, folder: Path) -> Result:
     printed = [line for line in done.stdout.splitlines() if line.strip()] or [""]
     figures = {} if done.problem else _figures(done, folder / f"{stage.part}-{stage.name}")
     result = Result(
-        **facts,
+        stage=stage,
         outcome="failed" if done.problem else "ok",
-        said=(done.problem or ("" if figures else printed[-1])).strip("= "),
+        said=(done.problem or ("" if figures else printed[-1])).strip("= ").replace("|", "/")[:200],
         seconds=round(done.seconds, 1),
         figures=figures,
-        output=f"{done.stdout[-3000:]}{done.stderr[-3000:]}" if done.problem else "",
+        output=f"{done.stdout[-3000:]}{done.stderr[-3000:] if done.problem else ''}",
     )
     line = f"check: ({stage.part}) {stage.subject}, {stage.name}: {result.outcome}, {result.seconds:.0f} s"
     print(f"{line} {result.said} {result.figures or ''}", file=sys.stderr, flush=True)
@@ -243,15 +255,16 @@ def _figures(done: Finished, record: Path) -> dict[str, float]:
 def tables(results: list[Result]) -> str:
     """Return two tables in Markdown: how each stage ended, and the figures, with ratios where there is a reference."""
     rows = [
-        [f"({one.part}) {one.subject}", one.name, f"{one.outcome}. {one.said}", f"{one.seconds:.0f}"] for one in results
+        [f"({one.stage.part}) {one.stage.subject}", one.stage.name, one.outcome, f"{one.seconds:.0f}", one.said]
+        for one in results
     ]
-    text = markdown_table(["stage", "", "outcome", "s"], rows)
-    measured = [(one, *next(iter(one.figures.items()))) for one in results if one.figures]
-    references = {one.subject: value for one, _, value in measured if one.name in (HAND, PLAIN)}
+    text = markdown_table(["stage", "", "outcome", "s", "last line"], rows)
+    measured = [(one.stage, *next(iter(one.figures.items()))) for one in results if one.figures]
+    references = {stage.subject: value for stage, _, value in measured if stage.name in (HAND, PLAIN)}
     body = [
-        [one.subject, one.name, f"{value:.3f} {unit}", f"{value / reference:.3f}" if reference else ""]
-        for one, unit, value in measured
-        for reference in (references.get(one.subject),)
+        [stage.subject, stage.name, f"{value:.3f} {unit}", f"{value / reference:.3f}" if reference else ""]
+        for stage, unit, value in measured
+        for reference in (references.get(stage.subject),)
     ]
     return f"{text}\n\n{markdown_table(['model', 'how', 'time', f'× {HAND}, or {PLAIN}'], body)}" if body else text
 

@@ -92,7 +92,8 @@ def locked(names: list[str]) -> str:
 
 def _download(folder: Path, python: str) -> None:
     """Fetch the wheels, store them uncompressed, and fetch Horovod's source."""
-    packages = folder.with_name("packages.txt")
+    folder.mkdir()
+    packages = folder / "packages.txt"
     packages.write_text(locked(" ".join(PACKAGES.values()).split()))
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--dest", str(folder)]
     of_platform = ["--only-binary", ":all:", "--implementation", "cp", "--python-version", python]
