@@ -111,8 +111,7 @@ def main() -> int:
                 left_s = 60 * options.minutes - (time.monotonic() - started)
                 results.append(_run(stage, left_s, options.device, Path(name)))
                 content = {"device": device, "stages": [asdict(result) for result in results]}
-                write_atomically(files["json"], json.dumps(content, indent=2) + "
-")
+                write_atomically(files["json"], json.dumps(content, indent=2) + "\n")
                 write_atomically(files["md"], f"## {device}\n\n{tables(results)}\n")
     print(files["md"].read_text())
     return int(any(result.outcome == "failed" for result in results))
