@@ -18,10 +18,9 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,8 +39,7 @@ _BLOCKS = 5
 RESNET50, GPT, MNIST = "resnet50", "gpt", "mnist"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setup:
+class Setup(NamedTuple):
     """What is trained, and on what."""
 
     device: torch.device
@@ -50,8 +48,7 @@ class Setup:
     compiled: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Joined:
+class Joined(NamedTuple):
     """What a library makes of it."""
 
     model: nn.Module
@@ -60,23 +57,19 @@ class Joined:
     backward: Callable[[Tensor], object] = Tensor.backward
 
 
+def _normed(inputs: int, outputs: int, size: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
+    return nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False), nn.BatchNorm2d(outputs)
+
+
 class Bottleneck(nn.Module):
     """A block of ResNet-50 (He et al. 2015), with the stride in its 3 × 3 convolution."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        outputs = 4 * width
-
-        def normed(convolution: nn.Conv2d) -> list[nn.Module]:
-            return [convolution, nn.BatchNorm2d(convolution.out_channels)]
-
-        self.body = nn.Sequential(
-            *normed(nn.Conv2d(inputs, width, 1, bias=False)), nn.ReLU(),
-            *normed(nn.Conv2d(width, width, 3, stride, padding=1, bias=False)), nn.ReLU(),
-            *normed(nn.Conv2d(width, outputs, 1, bias=False)),
-        )  # fmt: skip
-        same = stride == 1 and inputs == outputs
-        self.skip = nn.Identity() if same else nn.Sequential(*normed(nn.Conv2d(inputs, outputs, 1, stride, bias=False)))
+        first, second = (*_normed(inputs, width, 1), nn.ReLU()), (*_normed(width, width, 3, stride), nn.ReLU())
+        self.body = nn.Sequential(*first, *second, *_normed(width, 4 * width, 1))
+        is_same = stride == 1 and inputs == 4 * width
+        self.skip = nn.Identity() if is_same else nn.Sequential(*_normed(inputs, 4 * width, 1, stride))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.body(x) + self.skip(x))
@@ -84,8 +77,7 @@ class Bottleneck(nn.Module):
 
 def resnet50() -> nn.Module:
     """Return ResNet-50 for 1,000 classes: 25.6 million parameters."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
-    layers.append(nn.MaxPool2d(3, 2, padding=1))
+    layers: list[nn.Module] = [*_normed(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
     inputs = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(blocks):
@@ -111,39 +103,34 @@ def make(model: str, device: torch.device) -> tuple[Setup, Tensor, Tensor]:
         images, side = (128, 224) if is_whole else (2, 32)
         network = resnet50().to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         inputs = torch.randn(images, 3, side, side, device=device).contiguous(memory_format=torch.channels_last)
-        targets = torch.randint(1000, (images,), device=device)
-        return _setup(device, network, SGD(network.parameters(), lr=0.05, momentum=0.9)), inputs, targets
+        sgd = SGD(network.parameters(), lr=0.05, momentum=0.9)
+        return Setup(device, network, sgd, False), inputs, torch.randint(1000, (images,), device=device)
     sizes, samples = ((768, 12, 12, 1024, 50304), 8) if is_whole else ((64, 2, 2, 64, 512), 2)
     network = gpt(*sizes).to(device)
     text = torch.randint(sizes[-1], (samples, sizes[-2] + 1), device=device)
-    optimizer = AdamW(network.parameters(), lr=3e-4, betas=(0.9, 0.95))
-    return _setup(device, network, optimizer, compiled=True), text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-
-def _setup(device: torch.device, network: nn.Module, optimizer: Optimizer, *, compiled: bool = False) -> Setup:
-    return Setup(device=device, network=network, optimizer=optimizer, compiled=compiled)
+    adam = AdamW(network.parameters(), lr=3e-4, betas=(0.9, 0.95))
+    return Setup(device, network, adam, True), text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
 def plain(setup: Setup) -> Joined:
     """Join nothing."""
     model: Any = torch.compile(setup.network) if setup.compiled else setup.network
     autocast = partial(torch.autocast, setup.device.type, torch.bfloat16)
-    return Joined(model=model, optimizer=setup.optimizer, autocast=autocast)
+    return Joined(model, setup.optimizer, autocast)
 
 
 def ddp(setup: Setup) -> Joined:
     """Join through DistributedDataParallel."""
     dist.init_process_group("nccl" if setup.device.type == "cuda" else "gloo")
     joined = plain(setup)
-    model = nn.parallel.DistributedDataParallel(joined.model)
-    return Joined(model=model, optimizer=setup.optimizer, autocast=joined.autocast)
+    return joined._replace(model=nn.parallel.DistributedDataParallel(joined.model))
 
 
 def ours(setup: Setup) -> Joined:
     """Join through the library's handle, with the strategy of the launcher."""
     run = trainer.init(device=setup.device.type, precision="bf16", compile=setup.compiled)
     model, optimizer = run.prepare(setup.network, setup.optimizer)
-    return Joined(model=model, optimizer=optimizer, autocast=run.autocast, backward=run.backward)
+    return Joined(model, optimizer, run.autocast, run.backward)
 
 
 def fabric(setup: Setup) -> Joined:
@@ -154,7 +141,7 @@ def fabric(setup: Setup) -> Joined:
     made.launch()
     network: Any = torch.compile(setup.network) if setup.compiled else setup.network
     model, optimizer = made.setup(network, setup.optimizer)
-    return Joined(model=model, optimizer=optimizer, autocast=nullcontext, backward=made.backward)
+    return Joined(model, optimizer, nullcontext, made.backward)
 
 
 def accelerate(setup: Setup) -> Joined:
@@ -164,7 +151,7 @@ def accelerate(setup: Setup) -> Joined:
     backend = "inductor" if setup.compiled else None
     made = Accelerator(cpu=setup.device.type == "cpu", mixed_precision="bf16", dynamo_backend=backend)
     model, optimizer = made.prepare(setup.network, setup.optimizer)
-    return Joined(model=model, optimizer=optimizer, autocast=nullcontext, backward=made.backward)
+    return Joined(model, optimizer, nullcontext, made.backward)
 
 
 CONTESTANTS = {one.__name__: one for one in (plain, ddp, ours, fabric, accelerate)}

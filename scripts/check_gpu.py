@@ -21,8 +21,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from scaling.report import markdown_table
 
@@ -31,12 +31,13 @@ from benchmarks.contestants import read_report
 from benchmarks.launching import PEERS, has_peers
 from trainer import TrainerError, report_failures
 from trainer.cluster.gpus import SHARING, nccl_version
-from trainer.files import check_writable, write_atomically
+from trainer.files import write_atomically
 from trainer.ops.processes import Finished, run
 from trainer.tuning.host import cpu_model, host_cores
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOWER_ON_CPU = 10
+COLUMNS = ("part", "subject", "name", "outcome", "seconds", "said")
 SIZES = ("64K", "4M", "256M")
 """Of the all-reduces between several GPUs."""
 HAND, PLAIN = "DDP by hand", "a plain loop"
@@ -69,30 +70,19 @@ PROOFS = {
 """Which of tests/gpu prove what."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stage:
+class Stage(NamedTuple):
     """One command of the check."""
 
     part: str
     subject: str
     name: str
     command: list[str]
-    limit_s: int
-    env: Mapping[str, str] = field(default_factory=dict)
+    limit_s: int = 60
+    env: Mapping[str, str] = {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """How a stage ended."""
-
-    stage: Stage
-    outcome: str
-    said: str = ""
-    """The last line of a stage that ended well, or why it did not."""
-    seconds: float = 0.0
-    figures: Mapping[str, float] = field(default_factory=dict)
-    output: str = ""
-    """The end of what it printed."""
+Result = dict[str, Any]
+"""A stage's part, subject, name, outcome, seconds, figures, the last line, and the end of what it printed."""
 
 
 def main() -> int:
@@ -102,19 +92,17 @@ def main() -> int:
     device = describe_devices(options.device)
     files = {suffix: options.output / f"check-gpu.{suffix}" for suffix in ("md", "json")}
     options.output.mkdir(parents=True, exist_ok=True)
-    for file in files.values():
-        check_writable(file)
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="trainer-check-") as name:
         for stage in stages(options.device, _gpus(options.device), options.data_dir.resolve(), Path(name)):
             if stage.part in options.parts:
                 left_s = 60 * options.minutes - (time.monotonic() - started)
                 results.append(_run(stage, left_s, options.device, Path(name)))
-                content = {"device": device, "stages": [asdict(result) for result in results]}
+                content = {"device": device, "stages": results}
                 write_atomically(files["json"], json.dumps(content, indent=2) + "\n")
                 write_atomically(files["md"], f"## {device}\n\n{tables(results)}\n")
     print(files["md"].read_text())
-    return int(any(result.outcome == "failed" for result in results))
+    return int(any(result["outcome"] == "failed" for result in results))
 
 
 def _parse_options() -> argparse.Namespace:
@@ -168,30 +156,29 @@ def stages(device: str, gpus: int, data_dir: Path, folder: Path) -> list[Stage]:
     images = ["examples/image_folder.py", *on, "--precision", "bf16", "--epochs", "2"]
     steps = ["benchmarks/device_steps.py", *on, *([] if on_gpu else ["--steps", "1", "--epochs", "1"])]
     doctor = ["-m", "trainer", "doctor", *(["--gpu"] if on_gpu else [])]
+    shares = {SHARING: "1"}
     found = [
-        Stage(part="a", subject="doctor", name="one host", command=_launch(PYTHON, 1, doctor), limit_s=60),
-        _shared("a", "example", "ring, 2 ranks", _launch(HOROVODRUN, 2, [*example, "ring"]), 60),
-        _shared("a", "example", "parameter server, 2 ranks", _launch(TORCHRUN, 2, [*example, "parameter_server"]), 60),
+        Stage("a", "doctor", "one host", _launch(PYTHON, 1, doctor)),
+        Stage("a", "example", "ring, 2 ranks", _launch(HOROVODRUN, 2, [*example, "ring"]), env=shares),
+        Stage("a", "example", "parameter server", _launch(TORCHRUN, 2, [*example, "parameter_server"]), env=shares),
         _proof("a", "FSDP, 2 ranks, against one process", "fsdp-torchrun-2", device),
         _proof("a", "mean of bf16, 3 ranks", "horovod-horovodrun-mpi-3", device),
-        Stage(part="a", subject="example", name="images in bf16", command=_launch(PYTHON, 1, images), limit_s=60),
+        Stage("a", "example", "images in bf16", _launch(PYTHON, 1, images)),
     ]
     for model in ("resnet50", "gpt"):
         for name, (launcher, contestant) in LIBRARIES.items():
-            command = _launch(launcher, 1, [*steps, contestant, "--model", model])
-            found.append(Stage(part="b", subject=model, name=name, command=command, limit_s=60))
-    command = _launch(PYTHON, 1, [*steps, "plain", "--model", "mnist", "--data-dir", str(data_dir)])
-    found.append(Stage(part="c", subject="mnist", name=PLAIN, command=command, limit_s=60))
+            found.append(Stage("b", model, name, _launch(launcher, 1, [*steps, contestant, "--model", model])))
+    plain = [*steps, "plain", "--model", "mnist", "--data-dir", str(data_dir)]
+    found.append(Stage("c", "mnist", PLAIN, _launch(PYTHON, 1, plain)))
     runs = [(name, 1, *how) for name, how in MNIST.items()]
     together = ((HOROVODRUN, "horovod"), (TORCHRUN, "nccl")) if gpus > 1 else ()
     runs += [(f"ours, {transport}, {gpus} GPUs", gpus, launcher, [], {}) for launcher, transport in together]
     for name, ranks, launcher, extra, env in runs:
         script = [*mnist, "--batch-size", str(256 // ranks), "--epochs", "4", "--output", str(folder / f"c-{name}")]
-        command = _launch(launcher, ranks, [*script, *extra])
-        found.append(Stage(part="c", subject="mnist", name=name, command=command, limit_s=60, env=env))
+        found.append(Stage("c", "mnist", name, _launch(launcher, ranks, [*script, *extra]), env=env))
     for launcher, transport in together:
-        command = _launch(launcher, gpus, ["scripts/comm_bench.py", *on, "--only", transport, "--sizes", *SIZES])
-        found.append(Stage(part="d", subject="all-reduce", name=transport, command=command, limit_s=60))
+        script = ["scripts/comm_bench.py", *on, "--only", transport, "--sizes", *SIZES]
+        found.append(Stage("d", "all-reduce", transport, _launch(launcher, gpus, script)))
     return found + [_proof("d", name, selected, device) for name, selected in PROOFS.items()]
 
 
@@ -203,42 +190,31 @@ def _launch(launcher: str, ranks: int, script: list[str]) -> list[str]:
     return [*start, sys.executable, *script]
 
 
-def _shared(part: str, subject: str, name: str, command: list[str], limit_s: int) -> Stage:
-    return Stage(part=part, subject=subject, name=name, command=command, limit_s=limit_s, env={SHARING: "1"})
-
-
 def _proof(part: str, name: str, selected: str, device: str) -> Stage:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", "-k", selected]
-    return Stage(
-        part=part, subject="exactness", name=name, command=command, limit_s=90, env={"TRAINER_TEST_DEVICE": device}
-    )
+    return Stage(part, "exactness", name, command, 90, {"TRAINER_TEST_DEVICE": device})
 
 
 def _run(stage: Stage, left_s: float, device: str, folder: Path) -> Result:
     """Run a stage, or leave it out where less than half of its limit is left."""
+    result: Result = {"part": stage.part, "subject": stage.subject, "name": stage.name, "figures": {}, "seconds": 0.0}
     limit_s = stage.limit_s * (1 if device == "cuda" else SLOWER_ON_CPU)
     if left_s < limit_s / 2:
-        print(f"check: ({stage.part}) {stage.subject}, {stage.name}: left out", file=sys.stderr, flush=True)
-        return Result(stage=stage, outcome="left out", said=f"{left_s:.0f} s were left, and it may take {limit_s}")
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **stage.env}
-    if device == "cpu":
-        env["OMP_NUM_THREADS"] = "1"
-    try:
-        done = run(stage.command, env=env, timeout_s=min(limit_s, left_s), cwd=ROOT)
-    except FileNotFoundError as error:  # no horovodrun, where Horovod could not be compiled
-        done = Finished(code=127, stdout="", stderr=str(error), seconds=0.0)
-    printed = [line for line in done.stdout.splitlines() if line.strip()] or [""]
-    figures = {} if done.problem else _figures(done, folder / f"{stage.part}-{stage.name}")
-    result = Result(
-        stage=stage,
-        outcome="failed" if done.problem else "ok",
-        said=(done.problem or ("" if figures else printed[-1])).strip("= ").replace("|", "/")[:200],
-        seconds=round(done.seconds, 1),
-        figures=figures,
-        output=f"{done.stdout[-3000:]}{done.stderr[-3000:] if done.problem else ''}",
-    )
-    line = f"check: ({stage.part}) {stage.subject}, {stage.name}: {result.outcome}, {result.seconds:.0f} s"
-    print(f"{line} {result.said} {result.figures or ''}", file=sys.stderr, flush=True)
+        result |= {"outcome": "left out", "said": f"{left_s:.0f} s were left, and it may take {limit_s}"}
+    else:
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **stage.env}
+        if device == "cpu":
+            env["OMP_NUM_THREADS"] = "1"
+        try:
+            done = run(stage.command, env=env, timeout_s=min(limit_s, left_s), cwd=ROOT)
+        except FileNotFoundError as error:  # no horovodrun, where Horovod could not be compiled
+            done = Finished(code=127, stdout="", stderr=str(error), seconds=0.0)
+        printed = [line.strip("= ") for line in done.stdout.splitlines() if line.strip()] or [""]
+        result |= {"outcome": "failed" if done.problem else "ok", "seconds": round(done.seconds, 1)}
+        result["figures"] = {} if done.problem else _figures(done, folder / f"{stage.part}-{stage.name}")
+        result["said"] = (done.problem or ("" if result["figures"] else printed[-1])).replace("|", "/")[:200]
+        result["output"] = done.stdout[-3000:] + (done.stderr[-3000:] if done.problem else "")
+    print("check:", *(result[key] for key in COLUMNS), result["figures"] or "", file=sys.stderr, flush=True)
     return result
 
 
@@ -256,17 +232,12 @@ def _figures(done: Finished, record: Path) -> dict[str, float]:
 
 def tables(results: list[Result]) -> str:
     """Return two tables in Markdown: how each stage ended, and the figures, with ratios where there is a reference."""
-    rows = [
-        [f"({one.stage.part}) {one.stage.subject}", one.stage.name, one.outcome, f"{one.seconds:.0f}", one.said]
-        for one in results
-    ]
-    text = markdown_table(["stage", "", "outcome", "s", "last line"], rows)
-    measured = [(one.stage, *next(iter(one.figures.items()))) for one in results if one.figures]
-    references = {stage.subject: value for stage, _, value in measured if stage.name in (HAND, PLAIN)}
+    text = markdown_table(COLUMNS, [[str(result[key]) for key in COLUMNS] for result in results])
+    measured = [(one["subject"], one["name"], *next(iter(one["figures"].items()))) for one in results if one["figures"]]
+    references = {subject: value for subject, name, _, value in measured if name in (HAND, PLAIN)}
     body = [
-        [stage.subject, stage.name, f"{value:.3f} {unit}", f"{value / reference:.3f}" if reference else ""]
-        for stage, unit, value in measured
-        for reference in (references.get(stage.subject),)
+        [subject, name, f"{value:.3f} {unit}", f"{value / references[subject]:.3f}" if subject in references else ""]
+        for subject, name, unit, value in measured
     ]
     return f"{text}\n\n{markdown_table(['model', 'how', 'time', f'× {HAND}, or {PLAIN}'], body)}" if body else text
 

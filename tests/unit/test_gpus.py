@@ -140,10 +140,10 @@ def test_a_stage_that_fails_ends_no_other_and_one_that_no_longer_fits_is_left_ou
     trials = {"ours": (report % 3.0, 60), "broken": ("raise SystemExit('no room')", 60), "long": ("", 100_000)}
     trials = {check_gpu.HAND: (report % 2.0, 60), **trials}
     stages = [
-        check_gpu.Stage(part="b", subject="gpt", name=name, command=[sys.executable, "-c", code], limit_s=limit_s)
+        check_gpu.Stage("b", "gpt", name, [sys.executable, "-c", code], limit_s)
         for name, (code, limit_s) in trials.items()
     ]
-    stages[1:1] = [check_gpu.Stage(part="b", subject="gpt", name="none", command=["no-horovodrun"], limit_s=60)]
+    stages[1:1] = [check_gpu.Stage("b", "gpt", "none", ["no-horovodrun"])]
     monkeypatch.setattr(check_gpu, "stages", lambda *_: stages)
     monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--device", "cpu", "--output", str(tmp_path)])
     assert check_gpu.main() == 1
