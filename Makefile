@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-run run test test-all test-fast test-jobs test-security test-versions fuzz test-docker test-docker-all containers image image-gpu image-gpu-if-changed image-arm64 image-oci audit bases lint docs bench accuracy check-gpu wheels lock clean
+.PHONY: help setup setup-run run test test-all test-fast test-jobs test-security test-versions fuzz test-docker test-docker-all containers image image-gpu image-gpu-if-changed image-arm64 image-oci audit bases lint docs bench accuracy check-gpu gpu-kit wheels lock clean
 
 NP ?= 2
 EPOCHS ?= 1
@@ -128,8 +128,12 @@ bench: setup  ## Compare with plain Horovod, DDP, Fabric, Accelerate and the mac
 accuracy: setup  ## Train the default recipe for seeds 0-4 on 1, 2 and 4 processes: the figures of docs/results.md
 	@$(IN_VENV) python benchmarks/accuracy.py --data-dir "$(DATA_DIR)" $(ARGS)
 
-check-gpu: setup  ## On a machine with GPUs: run tests/gpu, then train over NCCL and through DDP; tables
+check-gpu: setup  ## On a machine with GPUs, in ten minutes: steps beside other libraries' and DDP's, exactness; tables
+	@$(IN_VENV) python scripts/install/peers.py
 	@$(IN_VENV) python scripts/check_gpu.py --data-dir "$(DATA_DIR)" $(ARGS)
+
+gpu-kit: setup  ## Pack for a machine with a GPU, PyTorch, nvcc and no network all that the same check needs there
+	@$(IN_VENV) python scripts/gpu_kit.py --data-dir "$(DATA_DIR)" $(ARGS)
 
 wheels: setup  ## Make wheels of this library and of Horovod in dist/, and print the command that installs them
 	@$(IN_VENV) python scripts/install/wheels.py $(ARGS)

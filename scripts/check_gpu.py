@@ -1,8 +1,14 @@
-"""Check training on a machine with GPUs: `make check-gpu`.
+"""Check this library on a machine with GPUs, the most valuable first: `make check-gpu`.
 
-Runs the tests for GPUs (tests/gpu). Then trains MNIST through Horovod over NCCL and through DDP (torch.distributed), on
-one GPU and on all of them, and times the all-reduce between several. Prints the GPUs, and tables in Markdown. Fails if
-a test or a run fails, if its accuracy is below 99 %, or if its gradients were not all-reduced over NCCL.
+    python scripts/check_gpu.py --minutes 10
+    python scripts/check_gpu.py --minutes 60 --device cpu    # rehearses it, with small sizes
+
+(a) What few have run: the doctor, examples with the ring and the parameter server, FSDP, the mean of bf16 on three
+ranks, images in bf16. (b) A ResNet-50 and a GPT on one rank, beside PyTorch alone, DDP by hand, Fabric and Accelerate.
+(c) MNIST: a plain loop, and ours. (d) Exactness on 2 and 4 ranks. Where there are fewer GPUs than ranks, they share.
+
+Each stage has a time limit, and one that fails ends no other. What no longer fits is left out. After each, the tables
+are written to check-gpu.md and check-gpu.json. Exits with code 1 where a stage failed.
 """
 
 from __future__ import annotations
@@ -10,154 +16,222 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from measuring import cpu_model, run
+import torch
+from measuring import Finished, cpu_model, run
 from scaling.report import markdown_table
 
+from benchmarks.common import REPORT_PREFIX
+from benchmarks.contestants import read_report
+from benchmarks.launching import PEERS, has_peers
 from trainer import TrainerError, report_failures
-from trainer.cluster.gpus import nccl_version
+from trainer.cluster.gpus import SHARING, nccl_version
+from trainer.files import write_atomically
 from trainer.tuning.host import host_cores
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET_PERCENT = {"mnist": 99.0, "digits": 0.0}
-RUN_TIMEOUT_S = 600
-LAUNCHERS = ("horovodrun", "torchrun")
-REHEARSED_RANKS = 2
+SLOWER_ON_CPU = 10
+COLUMNS = ("part", "subject", "name", "outcome", "seconds", "said")
 SIZES = ("64K", "4M", "256M")
+"""Of the all-reduces between several GPUs."""
+HAND, PLAIN = "DDP by hand", "a plain loop"
+"""What the others are compared with."""
+PYTHON, TORCHRUN, HOROVODRUN, OF_PEERS = "python", "torchrun", "horovodrun --mpi", "torchrun of .venv-peers"
+LIBRARIES = {
+    "PyTorch alone": (PYTHON, "plain"),
+    HAND: (TORCHRUN, "ddp"),
+    "ours, ddp": (TORCHRUN, "ours"),
+    "ours, Horovod": (HOROVODRUN, "ours"),
+    "Fabric": (OF_PEERS, "fabric"),
+    "Accelerate": (OF_PEERS, "accelerate"),
+}
+MNIST = {
+    "ours": (PYTHON, [], {}),
+    "ours, compiled": (PYTHON, ["--compile"], {}),
+    "ours, CUDA graphs": (PYTHON, ["--compile"], {"TORCHINDUCTOR_CUDAGRAPHS": "1"}),  # mode="reduce-overhead"
+    "ours, ddp": (TORCHRUN, [], {}),
+    "ours, Horovod": (HOROVODRUN, [], {}),
+}
+PROOFS = {
+    "Horovod": "horovod-horovodrun-mpi-2",
+    "Horovod, 4 ranks": "horovod-horovodrun-gloo-4",
+    "DDP": "ddp-torchrun-2",
+    "ring": "ring-mpirun-2",
+    "parameter server": "parameter_server-torchrun-2",
+    "one rank": "single-python-1 or horovod-horovodrun-mpi-1 or test_one_rank",
+    "hangs": "test_hangs",
+}
+"""Which of tests/gpu prove what."""
+
+
+class Stage(NamedTuple):
+    """One command of the check."""
+
+    part: str
+    subject: str
+    name: str
+    command: list[str]
+    limit_s: int = 60
+    env: Mapping[str, str] = {}
+
+
+Result = dict[str, Any]
+"""A stage's part, subject, name, outcome, seconds, figures, the last line, and the end of what it printed."""
 
 
 def main() -> int:
-    options = _parse_options()
+    started = time.monotonic()
     report_failures()
-    ranks = sorted({1, _device_count(options.device)})
-    if not options.skip_tests:
-        _run_tests(options.device)
-    rows = [
-        _train(launcher, number, precision, options)
-        for number in ranks
-        for launcher in options.launchers
-        for precision in ("fp32", "bf16")
-    ]
-    print(f"\n## {describe_devices(options.device)}\n\n{_table(rows)}")
-    if ranks[-1] > 1:
-        print(
-            "\n" + _table([row for launcher in options.launchers for row in _all_reduce(launcher, ranks[-1], options)])
-        )
-    return 0
+    options = _parse_options()
+    device = describe_devices(options.device)
+    files = {suffix: options.output / f"check-gpu.{suffix}" for suffix in ("md", "json")}
+    options.output.mkdir(parents=True, exist_ok=True)
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory(prefix="trainer-check-") as name:
+        for stage in stages(options.device, options.data_dir.resolve(), Path(name)):
+            if stage.part in options.parts:
+                left_s = 60 * options.minutes - (time.monotonic() - started)
+                results.append(_run(stage, left_s, options.device, Path(name)))
+                content = {"device": device, "stages": results}
+                write_atomically(files["json"], json.dumps(content, indent=2) + "\n")
+                write_atomically(files["md"], f"## {device}\n\n{tables(results)}\n")
+    print(files["md"].read_text())
+    return int(any(result["outcome"] == "failed" for result in results))
 
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="contains MNIST/raw (default: %(default)s)")
-    add("--epochs", type=int, default=5, metavar="N", help="of each run (default: %(default)s)")
-    add("--launchers", nargs="+", choices=LAUNCHERS, default=LAUNCHERS, metavar="NAME", help="default: all of them")
-    add("--skip-tests", action="store_true", help="only measure")
-    add("--dataset", choices=tuple(TARGET_PERCENT), default="mnist", help="digits needs no download, and is tiny")
+    add("--minutes", type=float, default=10.0, metavar="N", help="for all stages together (default: %(default)s)")
+    add("--parts", nargs="+", choices="abcd", default="abcd", metavar="PART", help="of a b c d (default: all)")
+    add("--output", type=Path, default=Path("runs"), metavar="DIR", help="for the tables (default: %(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses this check where there is no GPU")
     return parser.parse_args()
 
 
-def _device_count(device: str) -> int:
-    import torch
-
-    if device == "cpu":
-        return REHEARSED_RANKS
-    if torch.cuda.device_count() == 0:
-        raise TrainerError("PyTorch finds no GPU on this machine; run this on one where nvidia-smi lists a GPU")
-    return torch.cuda.device_count()
-
-
 def describe_devices(device: str) -> str:
-    """Return the GPUs' number and names, as in "2 × NVIDIA A100", or the processor's, and PyTorch's versions."""
-    import torch
+    """Return the GPUs' number and names, as in "2 × NVIDIA A100", or the processor's, and PyTorch's versions.
 
+    Raises:
+        TrainerError: there is no GPU.
+    """
     if device == "cpu":
         return f"{host_cores()} cores, {cpu_model()}, PyTorch {torch.__version__}"
     names = Counter(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
+    if not names:
+        raise TrainerError("PyTorch finds no GPU on this machine; run this on one where nvidia-smi lists a GPU")
     gpus = ", ".join(f"{count} × {name}" for name, count in names.items())
     nccl = ".".join(map(str, nccl_version() or ("none",)))
     return f"{gpus}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}"
 
 
-def _run_tests(device: str) -> None:
-    env = {**os.environ, "TRAINER_TEST_DEVICE": device}
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "tests/gpu"]
-    if subprocess.run(command, cwd=ROOT, env=env, check=False).returncode != 0:
-        raise TrainerError("tests/gpu failed, see above; --skip-tests measures all the same")
+def stages(device: str, data_dir: Path, folder: Path) -> list[Stage]:
+    """Return all stages, in their order. On several GPUs, MNIST is trained as well, and the all-reduce is timed.
 
-
-def _train(launcher: str, ranks: int, precision: str, options: argparse.Namespace) -> dict[str, str]:
-    """Train once and return a row of the table.
-
-    Raises:
-        TrainerError: the run failed, or did not use NCCL.
+    Args:
+        device: "cuda", or "cpu" with small sizes.
+        data_dir: has MNIST.
+        folder: for what the stages leave.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "run")
-        script = [str(ROOT / "examples" / "mnist.py"), "--device", options.device, "--dataset", options.dataset]
-        script += ["--data-dir", str(options.data_dir), "--epochs", str(options.epochs), "--precision", precision]
-        script += ["--output", str(output), "--target-accuracy", str(TARGET_PERCENT[options.dataset])]
-        _launch(launcher, ranks, script, precision)
-        settings = json.loads((output / "settings.json").read_text())
-        records = [json.loads(line) for line in (output / "epochs.jsonl").read_text().splitlines()]
-    if options.device == "cuda" and "NCCL" not in settings["description"]:
-        raise TrainerError(f"the gradients were not all-reduced over NCCL: {settings['description']}")
-    seconds = statistics.median(record["seconds"] for record in records[1:] or records)
-    return {
-        "strategy": settings["strategy"],
-        "ranks": str(ranks),
-        "precision": precision,
-        "s/epoch (median, first epoch excluded)": f"{seconds:.2f}",
-        "samples/s": f"{records[-1]['samples'] / seconds:,.0f}",
-        "accuracy": f"{100 * records[-1]['validation']['metrics']['accuracy']:.2f} %",
-    }
-
-
-def _all_reduce(launcher: str, ranks: int, options: argparse.Namespace) -> list[dict[str, str]]:
-    """Time the all-reduce between all ranks and return rows of the table.
-
-    Raises:
-        TrainerError: it failed, or a sum was wrong.
-    """
-    transport = {"horovodrun": "horovod", "torchrun": "nccl" if options.device == "cuda" else "gloo"}[launcher]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "comm.json")
-        script = [str(ROOT / "scripts" / "comm_bench.py"), "--device", options.device, "--json", str(file)]
-        _launch(launcher, ranks, [*script, "--only", transport, "--sizes", *SIZES], "all-reduce")
-        rows = json.loads(file.read_text())["rows"]
-    return [
-        {
-            "all-reduce": row["transport"],
-            "ranks": str(row["ranks"]),
-            "bytes": f"{row['size']:,}",
-            "µs": f"{row['seconds'] * 1e6:,.0f}",
-            "bus bandwidth, GB/s": f"{row['busbw'] / 1e9:.1f}",
-        }
-        for row in rows
+    on_gpu = device == "cuda"
+    on = ["--device", device]
+    mnist = ["examples/mnist.py", *on, "--data-dir", str(data_dir), "--dataset", "mnist" if on_gpu else "digits"]
+    example = [*mnist, "--output", "none", "--target-accuracy", "98.5" if on_gpu else "30", "--strategy"]
+    images = ["examples/image_folder.py", *on, "--precision", "bf16", "--epochs", "2"]
+    steps = ["benchmarks/device_steps.py", *on, *([] if on_gpu else ["--steps", "1", "--epochs", "1"])]
+    doctor = ["-m", "trainer", "doctor", *(["--gpu"] if on_gpu else [])]
+    shares, gpus = {SHARING: "1"}, torch.cuda.device_count() if on_gpu else 0
+    found = [
+        Stage("a", "doctor", "one host", _launch(PYTHON, 1, doctor)),
+        Stage("a", "example", "ring, 2 ranks", _launch(HOROVODRUN, 2, [*example, "ring"]), env=shares),
+        Stage("a", "example", "parameter server", _launch(TORCHRUN, 2, [*example, "parameter_server"]), env=shares),
+        _proof("a", "FSDP, 2 ranks, against one process", "fsdp-torchrun-2", device),
+        _proof("a", "mean of bf16, 3 ranks", "horovod-horovodrun-mpi-3", device),
+        Stage("a", "example", "images in bf16", _launch(PYTHON, 1, images)),
     ]
+    for model in ("resnet50", "gpt"):
+        for name, (launcher, contestant) in LIBRARIES.items():
+            found.append(Stage("b", model, name, _launch(launcher, 1, [*steps, contestant, "--model", model])))
+    plain = [*steps, "plain", "--model", "mnist", "--data-dir", str(data_dir)]
+    found.append(Stage("c", "mnist", PLAIN, _launch(PYTHON, 1, plain)))
+    runs = [(name, 1, *how) for name, how in MNIST.items()]
+    together = ((HOROVODRUN, "horovod"), (TORCHRUN, "nccl")) if gpus > 1 else ()
+    runs += [(f"ours, {transport}, {gpus} GPUs", gpus, launcher, [], {}) for launcher, transport in together]
+    for name, ranks, launcher, extra, env in runs:
+        script = [*mnist, "--batch-size", str(256 // ranks), "--epochs", "4", "--output", str(folder / f"c-{name}")]
+        found.append(Stage("c", "mnist", name, _launch(launcher, ranks, [*script, *extra]), env=env))
+    for launcher, transport in together:
+        script = ["scripts/comm_bench.py", *on, "--only", transport, "--sizes", *SIZES]
+        found.append(Stage("d", "all-reduce", transport, _launch(launcher, gpus, script)))
+    return found + [_proof("d", name, selected, device) for name, selected in PROOFS.items()]
 
 
-def _launch(launcher: str, ranks: int, script: list[str], what: str) -> None:
-    launch = {
-        "horovodrun": ["horovodrun", "-np", str(ranks), "-H", f"localhost:{ranks}", sys.executable],
-        "torchrun": ["torchrun", "--standalone", "--nproc-per-node", str(ranks)],
-    }[launcher]
-    command = [*launch, *script]
-    print(f"trainer: {launcher}, {ranks} rank{'s' * (ranks > 1)}, {what}", file=sys.stderr, flush=True)
-    done = run(command, env=os.environ, timeout_s=RUN_TIMEOUT_S)
-    if done.problem:
-        raise TrainerError(f"{' '.join(command)} failed ({done.problem}):\n{done.stdout[-3000:]}{done.stderr[-4000:]}")
+def _launch(launcher: str, ranks: int, script: list[str]) -> list[str]:
+    if launcher in (TORCHRUN, OF_PEERS):
+        python = str(PEERS / "bin" / "python") if launcher == OF_PEERS and has_peers() else sys.executable
+        return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *script]
+    start = [*launcher.split(), "-np", str(ranks), "-H", f"localhost:{ranks}"] if launcher == HOROVODRUN else []
+    return [*start, sys.executable, *script]
 
 
-def _table(rows: list[dict[str, str]]) -> str:
-    return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
+def _proof(part: str, name: str, selected: str, device: str) -> Stage:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", "-k", selected]
+    return Stage(part, "exactness", name, command, 90, {"TRAINER_TEST_DEVICE": device})
+
+
+def _run(stage: Stage, left_s: float, device: str, folder: Path) -> Result:
+    """Run a stage, or leave it out where less than half of its limit is left."""
+    result: Result = {"part": stage.part, "subject": stage.subject, "name": stage.name, "figures": {}, "seconds": 0.0}
+    limit_s = stage.limit_s * (1 if device == "cuda" else SLOWER_ON_CPU)
+    if left_s < limit_s / 2:
+        result |= {"outcome": "left out", "said": f"{left_s:.0f} s were left, and it may take {limit_s}"}
+    else:
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **stage.env}
+        if device == "cpu":
+            env["OMP_NUM_THREADS"] = "1"
+        try:
+            done = run(stage.command, env=env, timeout_s=min(limit_s, left_s), cwd=ROOT)
+        except FileNotFoundError as error:  # no horovodrun, where Horovod could not be compiled
+            done = Finished(code=127, stdout="", stderr=str(error), seconds=0.0)
+        printed = [line.strip("= ") for line in done.stdout.splitlines() if line.strip()] or [""]
+        result |= {"outcome": "failed" if done.problem else "ok", "seconds": round(done.seconds, 1)}
+        result["figures"] = {} if done.problem else _figures(done, folder / f"{stage.part}-{stage.name}")
+        result["said"] = (done.problem or ("" if result["figures"] else printed[-1])).replace("|", "/")[:200]
+        result["output"] = done.stdout[-3000:] + (done.stderr[-3000:] if done.problem else "")
+    print("check:", *(result[key] for key in COLUMNS), result["figures"] or "", file=sys.stderr, flush=True)
+    return result
+
+
+def _figures(done: Finished, record: Path) -> dict[str, float]:
+    for line in done.stdout.splitlines():
+        if line.startswith(REPORT_PREFIX):
+            figures: dict[str, float] = json.loads(line.removeprefix(REPORT_PREFIX))
+            return figures
+    report = read_report(done, record) if record.exists() else None
+    if report is None:
+        return {}
+    later = sorted(report.seconds[1:] or report.seconds)
+    return {"s/epoch": later[len(later) // 2], "accuracy": report.score}
+
+
+def tables(results: list[Result]) -> str:
+    """Return two tables in Markdown: how each stage ended, and the figures, with ratios where there is a reference."""
+    text = markdown_table(COLUMNS, [[str(result[key]) for key in COLUMNS] for result in results])
+    measured = [(one["subject"], one["name"], *next(iter(one["figures"].items()))) for one in results if one["figures"]]
+    references = {subject: value for subject, name, _, value in measured if name in (HAND, PLAIN)}
+    body = [
+        [subject, name, f"{value:.3f} {unit}", f"{value / references[subject]:.3f}" if subject in references else ""]
+        for subject, name, unit, value in measured
+    ]
+    return f"{text}\n\n{markdown_table(['model', 'how', 'time', f'× {HAND}, or {PLAIN}'], body)}" if body else text
 
 
 if __name__ == "__main__":

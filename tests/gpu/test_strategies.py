@@ -22,6 +22,7 @@ JOBS = [
     Job("horovod", "horovodrun-mpi", 3),  # the other numbers' reciprocals are exact in 16 bits
     Job("horovod", "horovodrun-gloo", 4, (NETWORKS, BROADCAST)),
     Job("ddp", "torchrun", 2, (NETWORKS,)),
+    Job("fsdp", "torchrun", 2, handle=()),
     Job("ring", "mpirun", 2, (RING,)),
     Job("parameter_server", "torchrun", 2),
 ]

@@ -1,12 +1,19 @@
-"""Ranks that share a GPU: by choice, told, and refused where NCCL is too old for it."""
+"""Ranks that share a GPU: by choice, told, and refused where NCCL is too old for it. The check, and its kit."""
 
 from __future__ import annotations
 
+import json
+import struct
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import check_gpu
 import pytest
 import torch
+from gpu_kit import thin_out
 
+from benchmarks.common import REPORT_PREFIX
 from trainer import World
 from trainer.cluster import gpus
 from trainer.cluster.environment import Launch
@@ -86,3 +93,62 @@ def test_each_of_the_ranks_on_a_gpu_has_to_have_chosen_it(
     host(1, chosen=False)
     with pytest.raises(ConfigError, match=r"^ranks 0 and 1 share one GPU .*; NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks"):
         check_devices(OnAGpu(world))
+
+
+def elf(sections: dict[str, bytes]) -> bytes:
+    """Return a file with these sections, as far as `thin_out` reads it."""
+    names = b"\0" + b"\0".join(name.encode() for name in (*sections, ".names")) + b"\0"
+    bodies, at, table = b"", 64, b""
+    for name, body in {**sections, ".names": names}.items():
+        table += struct.pack("<IIQQQQ", names.index(name.encode()), 0, 0, 0, at, len(body)) + bytes(24)
+        bodies, at = bodies + body, at + len(body)
+    count = len(sections) + 1
+    head = bytearray(64)
+    struct.pack_into("<Q", head, 0x28, at)
+    struct.pack_into("<HHH", head, 0x3A, 64, count, count - 1)
+    return bytes(head) + bodies + table
+
+
+def kernels(*arches: int, padding: int = 0) -> bytes:
+    """Return a container with a kernel of 24 bytes for each compute capability."""
+    entries = b"".join(
+        struct.pack("<HHIQ", 2, 1, 64, 24).ljust(28, b"\0") + struct.pack("<I", arch) + bytes(32) + b"k" * 24
+        for arch in arches
+    )
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries + bytes(padding)
+
+
+def test_of_a_library_the_kernels_of_one_kind_of_gpu_are_left() -> None:
+    library = elf(
+        {
+            ".text": b"code",
+            ".nv_fatbin": kernels(80, 90, 100, padding=8) + kernels(90),
+            "__nv_relfatbin": kernels(90),
+            ".debug_info": b"debug",
+        }
+    )
+    left = kernels(90, padding=2 * 88 + 8) + kernels(90)
+    assert thin_out(library, 90) == elf(
+        {".text": b"code", ".nv_fatbin": left, "__nv_relfatbin": kernels(padding=88), ".debug_info": bytes(5)}
+    )
+
+
+def test_a_stage_that_fails_ends_no_other_and_one_that_no_longer_fits_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = f"print({REPORT_PREFIX!r} + '{{\"ms/step\": %s}}')"
+    trials = {"ours": (report % 3.0, 60), "broken": ("raise SystemExit('no room')", 60), "long": ("", 100_000)}
+    trials = {check_gpu.HAND: (report % 2.0, 60), **trials}
+    stages = [
+        check_gpu.Stage("b", "gpt", name, [sys.executable, "-c", code], limit_s)
+        for name, (code, limit_s) in trials.items()
+    ]
+    stages[1:1] = [check_gpu.Stage("b", "gpt", "none", ["no-horovodrun"])]
+    monkeypatch.setattr(check_gpu, "stages", lambda *_: stages)
+    monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--device", "cpu", "--output", str(tmp_path)])
+    assert check_gpu.main() == 1
+    text = " ".join((tmp_path / "check-gpu.md").read_text().split())
+    assert "ours | 3.000 ms/step | 1.500 |" in text
+    assert "exit code 1: no room" in text
+    outcomes = [one["outcome"] for one in json.loads((tmp_path / "check-gpu.json").read_text())["stages"]]
+    assert outcomes == ["ok", "failed", "ok", "failed", "left out"]
