@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from measuring import INTERRUPTS, interrupt_on
-
 from benchmarks.launching import launch, run
 from benchmarks.machine import describe_machine
 from benchmarks.workloads import mnist_folder
+from measuring import INTERRUPTS, interrupt_on
 from trainer.watch.failure import report_failures
 
 TARGET_PERCENT = 99.0

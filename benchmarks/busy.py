@@ -27,14 +27,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from measuring import INTERRUPTS, interrupt_on
-
 from benchmarks.contestants import CONTESTANTS, DDP, ON_DDP, OURS, Run, RunSettings, differing_losses, start
 from benchmarks.launching import has_peers
 from benchmarks.machine import describe_machine, load
 from benchmarks.results import epoch_seconds
 from benchmarks.two_hosts import hosts
 from benchmarks.workloads import TUTORIAL, mnist_folder
+from measuring import INTERRUPTS, interrupt_on
 from trainer.watch.failure import report_failures
 
 BUSY = [sys.executable, "-S", "-c", "while True: pass"]

@@ -26,14 +26,13 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from measuring import INTERRUPTS, interrupt_on
-
 from benchmarks import pictures, results
 from benchmarks.contestants import CONTESTANTS, ON_DDP, Run, RunSettings, differing_losses, start
 from benchmarks.launching import has_peers
 from benchmarks.machine import describe_machine, load
 from benchmarks.workloads import TUTORIAL, mnist_folder
 from examples.datasets.mnist import FILES
+from measuring import INTERRUPTS, interrupt_on
 from trainer.errors import ConfigError
 from trainer.watch.failure import report_failures
 

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from measuring import Finished
-
 from benchmarks.common import REPORT_PREFIX, Report
 from benchmarks.launching import launch, on_one_core, run
 from benchmarks.workloads import BATCH_SIZE, LEARNING_RATE, MOMENTUM, RESNET, TRANSFORMER, TUTORIAL, WORKLOADS, Workload
+from measuring import Finished
 
 OURS, LIMIT = "ours", "limit"
 DDP, ON_DDP = "ddp", ("fabric", "accelerate")

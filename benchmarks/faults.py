@@ -24,8 +24,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import benchmarks  # noqa: F401 (with it, what follows is found)
 from measuring import interrupt_on
-
 from tests.faults.job_faults import FAULTS
 from tests.faults.job_trials import LAUNCHERS, Trial, Trials, draw, faults
 from trainer.watch.failure import report_failures

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import measuring
-from measuring import Finished
-
 from benchmarks.two_hosts import horovodrun_on_both, torchrun_on_both
+from measuring import Finished
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".venv-peers"

@@ -20,9 +20,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from measuring import INTERRUPTS, interrupt_on
-
 from benchmarks.links import LINKS, ON_A, ROOT, output, shaped
+from measuring import INTERRUPTS, interrupt_on
 from trainer.watch.failure import report_failures
 
 TOLERANCE = 0.2

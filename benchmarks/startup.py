@@ -21,10 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from measuring import INTERRUPTS, interrupt_on
-
 from benchmarks.launching import run
 from benchmarks.machine import describe_machine, load
+from measuring import INTERRUPTS, interrupt_on
 from trainer.errors import TrainerError
 from trainer.watch.failure import report_failures
 

@@ -20,11 +20,10 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from measuring import INTERRUPTS, interrupt_on
-
 from benchmarks.links import LINKS, ON_A, ROOT, output, shaped
 from benchmarks.machine import describe_machine
 from benchmarks.time_to_job import RESULT, TASKS, Result
+from measuring import INTERRUPTS, interrupt_on
 from trainer.errors import TrainerError
 from trainer.watch.failure import report_failures
 

@@ -72,16 +72,20 @@ class Mirror:
         for name in stored:
             if here and order(name) <= order(here[0]):
                 return
-            try:
-                self._download(name)
-            except ValueError as error:
-                print(f"object_store: WARNING: {self.url}/{name}: {error}; it is skipped", file=sys.stderr)
-                continue
-            print(f"object_store: {name} is fetched from {self.url}", file=sys.stderr)
-            best = self.best(name)
-            if best in stored and best not in self.local():
-                self._download(best)
-            return
+            if self._fetched(name):
+                best = self.best(name)
+                if best in stored and best not in self.local():
+                    self._fetched(best)
+                return
+
+    def _fetched(self, name: str) -> bool:
+        try:
+            self._download(name)
+        except ValueError as error:
+            print(f"object_store: WARNING: {self.url}/{name}: {error}; it is skipped", file=sys.stderr)
+            return False
+        print(f"object_store: {name} is fetched from {self.url}", file=sys.stderr)
+        return True
 
     def best(self, name: str) -> str:
         """Return the name of the best checkpoint when this one was written; its own where no score is given."""
@@ -139,19 +143,25 @@ def told(error: Exception) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [--every-s S] URL FOLDER -- COMMAND …",
+    )
     parser.add_argument("url", help="of this training alone, as s3://bucket/run")
     parser.add_argument("folder", type=Path, help="of the checkpoints, on this host's disk")
-    parser.add_argument("command", nargs="+", help="the training's, behind --")
     parser.add_argument("--every-s", type=float, default=5.0, help="seconds between two looks (default: %(default)s)")
-    args = parser.parse_args()
+    if "--" not in sys.argv[:-1]:
+        parser.error("the training's command is missing, behind --")
+    here = sys.argv.index("--")  # argparse would also take a later one, which is the command's
+    args, command = parser.parse_args(sys.argv[1:here]), sys.argv[here + 1 :]
     try:
         mirror = Mirror(args.url, args.folder)
         mirror.fetch()
     except Exception as error:
         print(f"object_store: {args.url} cannot be read, and nothing is started: {told(error)}", file=sys.stderr)
         return 1
-    process = subprocess.Popen(args.command)
+    process = subprocess.Popen(command)
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda number, _: process.send_signal(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the command as well

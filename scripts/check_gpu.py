@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from measuring import Finished, cpu_model, run
 from scaling.report import markdown_table
 
 from benchmarks.common import REPORT_PREFIX
 from benchmarks.contestants import read_report
 from benchmarks.launching import PEERS, has_peers
+from measuring import Finished, cpu_model, run
 from trainer import TrainerError, report_failures
 from trainer.cluster.gpus import SHARING, nccl_version
 from trainer.files import write_atomically

@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", metavar="DIR", help="(default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="for all (default: %(default)s)")
     options, of_check = parser.parse_known_args()
-    on_gpu = "cpu" not in of_check
+    on_gpu = "cpu" not in " ".join(of_check).replace("=", " ").split()
     python = _make_environment(options.venv.absolute())
     os.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(KIT / "wheels"), "PYTHONPATH": str(ROOT)}
     os.environ |= {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}

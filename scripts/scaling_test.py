@@ -29,7 +29,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from measuring import INTERRUPTS, interrupt_on
 from scaling.baselines import ranks_at_once
 from scaling.jobs import JobError, Plan, time_beside_compute, time_network, time_steps
 from scaling.low_rank import measure_low_rank
@@ -39,6 +38,7 @@ from scaling.report import draw, render_text, write_json, write_page
 from scaling.results import Results
 from scaling.runs import Run
 
+from measuring import INTERRUPTS, interrupt_on
 from trainer.errors import TrainerError
 from trainer.tuning.host import host_cores
 from trainer.watch.failure import report_failures

@@ -67,7 +67,8 @@ class _Checked:
             value = getattr(self, setting.name)
             for rule in getattr(hints[setting.name], "__metadata__", ()):
                 if isinstance(rule, Bound) and value is not None and not rule.holds(value):
-                    yield f"{setting.name} is {value}; it must be {rule.words}"
+                    none = " or None" * (type(None) in get_args(get_args(hints[setting.name])[0]))
+                    yield f"{setting.name} is {value}; it must be {rule.words}{none}"
                 if isinstance(rule, tuple) and value not in rule and value != setting.default:
                     yield f"{self._whose}{setting.name} is {value!r}; valid are {', '.join(map(str, rule))}"
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from measuring import cpu_model
 
+from measuring import cpu_model
 from trainer.cluster.world import World
 from trainer.files import write_atomically
 from trainer.tuning.host import host_cores

@@ -56,7 +56,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / "lock"):
             wheel = next(folder.glob("*.whl"), None)
-            fresh = wheel is None
+            proved = folder / "proved"
             if wheel is None:
                 wheel = _build_wheel(folder, variant, options.upstream)
             if not options.compile_only:
@@ -65,15 +65,18 @@ def main() -> int:
                 try:
                     run("trying Horovod on two ranks", prove, folder / "prove.log")
                 except SetupError:
-                    if fresh:
-                        wheel.unlink()  # The next run must not find what failed its proof.
+                    if not proved.exists():
+                        wheel.unlink()  # The next run must not find what has never passed its proof.
                     raise
+                proved.touch()
         if options.wheel_dir:
             options.wheel_dir.mkdir(parents=True, exist_ok=True)
             shutil.copy2(wheel, options.wheel_dir)
     except SetupError as error:
         say(str(error))
         return 1
+    except KeyboardInterrupt:
+        return 130
     print(wheel)
     return 0
 
@@ -159,8 +162,8 @@ def cache_folder(variant: Variant, cache_dir: Path) -> Path:
 def _cache_key(variant: Variant) -> str:
     """A hash over everything that goes into the wheel, after a part that a person can read."""
     digest = hashlib.sha256()
-    recipe = Path(__file__).with_name("horovod_sdist.py")
-    for file in (PIN, PIN.with_name("build.txt"), recipe, *changes()):
+    recipe = Path(__file__)
+    for file in (PIN, PIN.with_name("build.txt"), recipe, recipe.with_name("horovod_sdist.py"), *changes()):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     facts = [sys.implementation.cache_tag, platform.machine(), variant.name]
     facts += _output([os.environ.get("CXX", "c++"), "--version"]).splitlines()[:1]

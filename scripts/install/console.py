@@ -37,7 +37,10 @@ def run(title: str, command: list[str], log: Path, env: dict[str, str] | None = 
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, cwd=cwd)
+        try:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, cwd=cwd)
+        except OSError as error:
+            raise SetupError(f"{title} failed: {command[0]}: {error.strerror}") from None
         tail: collections.deque[bytes] = collections.deque(maxlen=25)
         progress = _Progress(title, started)
         try:

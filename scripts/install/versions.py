@@ -22,15 +22,8 @@ from console import SetupError, run, say
 from horovod_sdist import ROOT, add_upstream, make_sdist
 
 WORK = ROOT / "build" / "versions"
-VERSIONS = (
-    "2.10.0:python3.12",
-    "2.11.0:python3.12",
-    "2.12.1:python3.13",
-    "2.13.0:python3.12",
-    "2.14.1:python3.11",
-    "2.15.0:python3.13",
-    "2.15.0:python3.14",
-)
+_OLDER = ("2.10.0:python3.12", "2.11.0:python3.12", "2.12.1:python3.13", "2.13.0:python3.12")
+VERSIONS = (*_OLDER, "2.14.1:python3.11", "2.15.0:python3.13", "2.15.0:python3.14")
 CHECKS = ["-m", "not slow", "-q", "-n", "2", "--dist", "loadfile", "tests/distributed/test_every_strategy.py"]
 
 
@@ -83,11 +76,10 @@ def _try(torch: str, python: str, upstream: Path | None) -> list[str]:
     proof = re.search(r"all-reduce over (.+)", (folder / "prove.log").read_text())
     done = subprocess.run([own, "-m", "pytest", *CHECKS], cwd=ROOT, capture_output=True, text=True, check=False)
     (folder / "checks.log").write_text(done.stdout + done.stderr)
-    last = next(
-        (line for line in reversed(done.stdout.splitlines()) if re.search(r"\d+ (passed|failed)", line)), "failed"
-    )
+    summaries = [line for line in done.stdout.splitlines() if re.search(r"\d+ (passed|failed|error)", line)]
+    last = ("failed: " if done.returncode else "") + (summaries or ["no test ran"])[-1].strip("= ")
     version = subprocess.run([own, "-V"], capture_output=True, text=True, check=False).stdout.split()[-1]
-    return [torch, version, proof[1] if proof else "failed", last.strip("= ")]
+    return [torch, version, proof[1] if proof else "failed", last]
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ def main() -> int:
     try:
         horovod = built_horovod()
         folder.mkdir(parents=True, exist_ok=True)
+        for former in folder.glob("horovod-*"):  # of another hash; the page's commands name any
+            former.unlink()
         library = build_library(folder)
         horovod = Path(shutil.copy2(horovod, folder))
         sdist = make_sdist(folder)

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measuring import Finished, run
-
 from examples.strategies import full_name
+from measuring import Finished, run
 from scaling.models import Link, Network, Shape, is_network_bound, link_from_ring, model_of
 from trainer.errors import ConfigError
 from trainer.tuning.open_mpi import ring_from_bytes

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from measuring import cpu_model
-
 from scaling.advice import Advice, Known, Measured, advise, summarize
 from scaling.baselines import Baselines, messages_of, ranks_at_once, steps_per_update
 from scaling.jobs import Plan

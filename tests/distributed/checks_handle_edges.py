@@ -152,6 +152,19 @@ def check_parameters_that_are_unfrozen_or_added_later_are_told(strategy: Strateg
         optimizer.step()
 
 
+def check_a_frozen_model_beside_another_is_told_when_it_is_unfrozen(strategy: Strategy) -> None:
+    model, data = make_model(), make_data(BATCH * strategy.world.size)
+    frozen = nn.Linear(1, 1, dtype=torch.float64)
+    frozen.requires_grad_(False)
+    run = init(strategy)
+    frozen, forward, _ = run.prepare(frozen, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (batch,) = run.loader(data, BATCH)
+    frozen.requires_grad_(True)
+    if not isinstance(strategy, SingleStrategy):
+        with pytest.raises(TrainerError, match=r"were unfrozen after run\.prepare"):
+            run.backward(F.cross_entropy(forward(batch[0]), batch[1]))
+
+
 def check_values_of_all_ranks(strategy: Strategy) -> None:
     run = init(strategy)
     ranks = torch.arange(run.world_size, dtype=torch.float64)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
 from measuring import processes_with
 
 ROOT = Path(__file__).resolve().parent.parent.parent

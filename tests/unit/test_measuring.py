@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from measuring import INTERRUPTS, Finished, interrupt_on, run
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from measuring import Finished
 from scaling import jobs
 from scaling.jobs import JobError, Plan, parse_hosts, parse_shapes, time_steps
 from scaling.models import Shape
 
+from measuring import Finished
 from tests.unit.scaling_results import timing
 from trainer.errors import ConfigError
 

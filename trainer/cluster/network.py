@@ -81,14 +81,16 @@ def interface_of(address: str) -> str:
     raise ConfigError(f"no interface of this host has the address {address}")
 
 
-def choose_nccl_interface(address: str) -> None:
+def choose_nccl_interface(address: str | None = None) -> None:
     """Make NCCL take the interface with this address of this host's, unless it has been told one.
 
-    horovodrun cannot tell it over MPI where the hosts' interfaces have different names.
+    horovodrun cannot tell it over MPI where the hosts' interfaces have different names. None takes the user's or the
+    launcher's network.
     """
     if is_in_nccl_conf("NCCL_SOCKET_IFNAME"):  # which gives way to a variable
         return
-    if not ip_address(address).is_loopback:
+    address = address or _of_user() or _of_launcher()
+    if address and not ip_address(address).is_loopback:
         set_default("NCCL_SOCKET_IFNAME", f"={interface_of(address)}")  # not also a longer name that begins so
 
 

@@ -50,6 +50,8 @@ def join_group(world: World) -> tuple[dist.ProcessGroup | None, Callable[[], Non
     _set_ranks(world)
     if dist.is_initialized():  # by an earlier run in this process, or by the script, which then also ends it
         _check_ranks(world)
+        if world.device.type == "cuda":
+            network.choose_nccl_interface()
         if "cpu" in dist.get_backend_config():
             return None, lambda: None
         network.choose_gloo_interface(network.address_toward_master(is_one_host=world.local_size == world.size))

@@ -123,8 +123,10 @@ class Batches(Observer):
         self._weights.add(step.weight)
         for tensor in tensors_in(step.batch):
             self._by_tensor[id(tensor)] = weakref.ref(tensor), known, position
-        if self.draws % _FORGET_EVERY == 0:
-            self._by_tensor = {key: each for key, each in [*self._by_tensor.items()] if each[0]() is not None}
+        if self._drawn[number] % _FORGET_EVERY == 0:
+            for key, each in [*self._by_tensor.items()]:
+                if each[0]() is None and self._by_tensor.get(key) is each:  # else another thread has replaced it
+                    del self._by_tensor[key]
         return position
 
     def ended(self, loader: Loader, *, was_left: bool) -> None:

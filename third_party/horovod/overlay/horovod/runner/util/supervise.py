@@ -23,8 +23,6 @@ _ENDINGS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 # What mpirun hands on to its ranks. Schedulers announce the end of a job so.
 _MESSAGES = (signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
-# What a launcher has started may keep its stderr open after it.
-_LAST_WORDS_S = 5.0
 
 # A client whose own stdin is empty closes ours as it starts.
 EMPTY_STDIN_S = 3.0
@@ -69,13 +67,15 @@ def run(command: str, env: Mapping[str, str]) -> int:
         stdin=subprocess.PIPE if exec_client else None,
         stderr=subprocess.PIPE,
     )
-    reader = threading.Thread(target=output.pass_on_without_frames, args=(process.stderr,), daemon=True)
+    ended = threading.Event()
+    reader = threading.Thread(target=output.pass_on_without_frames, args=(process.stderr, ended), daemon=True)
     reader.start()
     if exec_client:
         threading.Thread(target=end_with_client, args=(process.stdin,), daemon=True).start()
     ended_by = _hand_on(process, signals)
-    reader.join(_LAST_WORDS_S)
     signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
+    ended.set()
+    reader.join()  # as long as whoever reads our stderr needs for it
     if ended_by and process.returncode:
         raise EndedError(ended_by)
     return 128 - process.returncode if process.returncode < 0 else process.returncode
