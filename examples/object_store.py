@@ -151,10 +151,11 @@ def main() -> int:
     parser.add_argument("url", help="of this training alone, as s3://bucket/run")
     parser.add_argument("folder", type=Path, help="of the checkpoints, on this host's disk")
     parser.add_argument("--every-s", type=float, default=5.0, help="seconds between two looks (default: %(default)s)")
-    if "--" not in sys.argv[:-1]:
-        parser.error("the training's command is missing, behind --")
-    here = sys.argv.index("--")  # argparse would also take a later one, which is the command's
+    # argparse would also take a later --, which is the command's.
+    here = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, command = parser.parse_args(sys.argv[1:here]), sys.argv[here + 1 :]
+    if not command or shutil.which(command[0]) is None:
+        parser.error(f"behind -- comes the training's command, a program on the PATH; it is {' '.join(command)!r}")
     try:
         mirror = Mirror(args.url, args.folder)
         mirror.fetch()
