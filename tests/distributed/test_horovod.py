@@ -48,7 +48,7 @@ def test_another_pytorch_than_the_compiled_one_is_named_before_the_library_is_lo
         "import trainer; trainer.init('horovod', device='cpu')"
     )
     outcome = run_job("python", 1, ["-c", script])
-    assert outcome.code == 1
+    assert outcome.code == 78
     assert "this Horovod was compiled against PyTorch 2." in outcome.output
     assert "and PyTorch here is 2.99.0; compile it anew with pip install" in outcome.output
     assert "Traceback" not in outcome.output
