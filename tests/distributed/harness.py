@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+import benchmarks  # noqa: F401 (with it, what follows is found, in ranks too)
 from measuring import processes_with
 
 ROOT = Path(__file__).resolve().parent.parent.parent

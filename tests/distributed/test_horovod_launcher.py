@@ -165,7 +165,7 @@ def test_mistakes_in_options_are_one_line(args: str, line: str) -> None:
     [("kill -KILL $$", 137, "was ended by signal 9 (Killed)"), ("exit 3", 3, "ended with exit code 3")],
 )
 def test_which_rank_failed_over_mpi_is_one_line(tmp_path: Path, ending: str, exit_code: int, line: str) -> None:
-    script = "printf 'of \\377 a rank' >&2\n[ $OMPI_COMM_WORLD_RANK = 1 ] && " + ending + "; exec sleep 30\n"
+    script = "printf 'of \\377 a rank\\n' >&2\n[ $OMPI_COMM_WORLD_RANK = 1 ] && " + ending + "; exec sleep 30\n"
     (tmp_path / "rank.sh").write_text(script)
     done = subprocess.run(
         [sys.executable, HOROVODRUN, "--mpi", "-np", "2", "sh", str(tmp_path / "rank.sh")],
