@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ContextDecorator, suppress
+from contextlib import suppress
 from ctypes import c_bool, c_char, c_double, c_int64
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -286,7 +286,7 @@ def writable() -> Record | None:
     return _record if _record is not None and _record.thread == threading.get_ident() else None
 
 
-class Waiting(ContextDecorator):
+class waits:  # noqa: N801 (read as what it does: `with waits(…):`)
     """A context in which this rank waits for others. A context within another counts as a part of it.
 
     Args:
@@ -297,12 +297,6 @@ class Waiting(ContextDecorator):
 
     def __init__(self, what: str, elements: int = 0, *, counts: bool = False) -> None:
         self._noted = what.encode()[:_WHAT_BYTES], elements, counts
-
-    def _recreate_cm(self) -> Waiting:
-        """As a decorator, it is another context for each call: calls may be nested, or come from several threads."""
-        again = Waiting("")
-        again._noted = self._noted
-        return again
 
     def __enter__(self) -> None:
         self._record = record = writable()
@@ -320,9 +314,6 @@ class Waiting(ContextDecorator):
             self._record.fail(*self._noted)
         elif self._record is not None:
             self._record.set(*self._before)
-
-
-waits = Waiting
 
 
 def note_waits(kind: type, names: Iterable[str]) -> None:

@@ -111,10 +111,10 @@ class LocalSynchronizer(WholeSynchronizer):
             return
         self._in_round, self._states_differ, self._differs = self._in_round + 1, True, True
         if self._in_round == self._config.sync_every:
-            self._average_round()
+            with waits(WEIGHTS):
+                self._average_round()
 
     @torch.no_grad()
-    @waits(WEIGHTS)
     def _average_round(self) -> None:
         named = self._named
         if self._anchors:
@@ -158,28 +158,28 @@ class LocalSynchronizer(WholeSynchronizer):
         return changes
 
     @torch.no_grad()
-    @waits(WEIGHTS)
     def average_weights(self, optimizers: Collection[Optimizer] = ()) -> None:
-        if self._differs:
-            self._average_round()
-        if not self._states_differ or not optimizers:
-            return
-        self._states_differ = False
-        named = {id(parameter): name for name, parameter in self._named.items()}
-        states = {
-            (number, named[id(parameter)], kind): value
-            for number, optimizer in enumerate(optimizers)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) in named
-            for kind, value in optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
-            and (value.is_floating_point() or value.is_complex())
-            and (value.shape, value.device) == (parameter.shape, parameter.device)
-        }
-        averaged = [states[key] for key in self._keys_of_all_ranks([*states])]
-        for value, mean in zip(averaged, self.mean_of_all(averaged, "states"), strict=True):
-            value.copy_(mean)
+        with waits(WEIGHTS):
+            if self._differs:
+                self._average_round()
+            if not self._states_differ or not optimizers:
+                return
+            self._states_differ = False
+            named = {id(parameter): name for name, parameter in self._named.items()}
+            states = {
+                (number, named[id(parameter)], kind): value
+                for number, optimizer in enumerate(optimizers)
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if id(parameter) in named
+                for kind, value in optimizer.state.get(parameter, {}).items()
+                if isinstance(value, Tensor)
+                and (value.is_floating_point() or value.is_complex())
+                and (value.shape, value.device) == (parameter.shape, parameter.device)
+            }
+            averaged = [states[key] for key in self._keys_of_all_ranks([*states])]
+            for value, mean in zip(averaged, self.mean_of_all(averaged, "states"), strict=True):
+                value.copy_(mean)
 
     def _keys_of_all_ranks(self, keys: Sequence[Any]) -> Sequence[Any]:
         """Return the keys that every rank has, in the same order: ranks may have reached different parameters."""
