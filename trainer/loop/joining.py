@@ -93,10 +93,8 @@ def _print_first_line(strategy: Strategy, hosts: Sequence[str]) -> None:
         oldest, newest = _TRIED
         minor = ".".join(torch.__version__.split(".")[:2])
         if minor != newest and not oldest <= torch.__version__ < newest:
-            print_line(
-                f"trainer: PyTorch {torch.__version__} was never tried with this version; {oldest} to {newest} were",
-                sys.stderr,
-            )
+            passed = f"they have with {oldest} to {newest}"
+            print_line(f"trainer: not all checks have passed with PyTorch {torch.__version__}; {passed}", sys.stderr)
 
 
 @contextmanager
