@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.harness import run_job
 from tests.distributed.jobs import JOBS, Job, run
 
 
 def marks(job: Job) -> tuple[Any, ...]:
-    return (pytest.mark.slow,) if job.slow else ()
+    is_older = job.strategy == "fsdp" and not hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+    needs = pytest.mark.skipif(is_older, reason="strategy 'fsdp' needs PyTorch 2.13")
+    return (needs, pytest.mark.slow) if job.slow else (needs,)
 
 
 CHECKS = [pytest.param(job, check, marks=marks(job), id=f"{job}-{check}") for job in JOBS for check in job.checks]

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torchvision.models import resnet18
 
 from examples.transformer import Transformer
 from trainer import ConfigError, FsdpConfig
-from trainer.strategies.fsdp import check_model, find_blocks
+from trainer.cluster.world import World
+from trainer.strategies.fsdp import FSDPStrategy, check_model, find_blocks
 
 
 def names_of(model: nn.Module, blocks: str | tuple[str, ...]) -> list[str]:
@@ -107,3 +109,9 @@ def test_batch_norm_in_blocks_that_are_computed_twice_is_refused() -> None:
 def test_settings_that_are_not_valid_are_told(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         FsdpConfig(**settings)
+
+
+def test_an_older_pytorch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    with pytest.raises(ConfigError, match=r"'fsdp' needs PyTorch 2\.13 or newer, and this is 2\."):
+        FSDPStrategy(World())

@@ -36,19 +36,26 @@ from trainer.strategies.gradients import NamedParameters, Synchronizer, foreign_
 from trainer.watch.heartbeat import waits
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
-# PyTorch 2.13 renamed it.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # These optimizers need whole vectors or matrices, or operations that DTensor does not have.
 _NOT_SHARDED = (LBFGS, Rprop, Adafactor)
 
 
 class FSDPStrategy(DDPStrategy):
-    """Each rank keeps a part of every parameter; whole blocks are gathered for their forward and backward passes."""
+    """Each rank keeps a part of every parameter; whole blocks are gathered for their forward and backward passes.
+
+    Raises:
+        ConfigError: this PyTorch is older than 2.13, the first in which a rank may lack some gradients.
+    """
 
     name = "fully_shard"
     shards = True
 
     def __init__(self, world: World) -> None:
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ConfigError(
+                f"strategy 'fsdp' needs PyTorch 2.13 or newer, and this is {torch.__version__}; strategies 'ddp' and "
+                "'horovod' train with it"
+            )
         super().__init__(world)
         self._meshes: dict[str | int, DeviceMesh] = {}
         self._passes = EvaluationPasses()
@@ -71,7 +78,7 @@ class FSDPStrategy(DDPStrategy):
         self._order_group = self._order_group or dist.new_group(backend="gloo")
         self._compare_parts()
         numbers = torch.empty(self.world.size, dtype=torch.int64)
-        work = _all_gather(numbers, torch.tensor([part]), group=self._order_group, async_op=True)
+        work = dist.all_gather_single(numbers, torch.tensor([part]), group=self._order_group, async_op=True)
         self._agreeing = work, numbers, part
         if self.world.device.type == "cpu":
             self._compare_parts()
@@ -217,7 +224,7 @@ class _AgreedGather:
 
     def __call__(self, **options: Any) -> Any:
         self.agree()
-        return _all_gather(**options)
+        return dist.all_gather_single(**options)
 
 
 class EvaluationPasses(Observer):
