@@ -27,7 +27,7 @@ from trainer.watch import start as hang
 from trainer.watch.failure import end_process, report_failures
 from trainer.watch.heartbeat import LOST_PEER, report_failure, report_join, report_phase
 
-_TRIED = ("2.14", "2.15")
+_TRIED = ("2.10", "2.15")
 """The oldest and the newest PyTorch that all checks of docs/install.md have passed on."""
 _UNCONNECTED_S = 20.0
 """Seconds without a connection between the ranks, after which rank 0 says that it waits."""
