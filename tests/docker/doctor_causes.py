@@ -196,10 +196,10 @@ LOGIN = (
     Cause("ssh", "b's .bashrc waits", (bashrc("sleep 30"),), r"the login to b \(.*\) has not ended in 9 s"),
 )  # fmt: skip
 
-_SITE = "/opt/venv/lib/python3.11/site-packages"
+_SITE = "/opt/venv/lib/python3.*/site-packages"
 VERSIONS = (
     Cause("versions", "another PyTorch on b", (edited(f"{_SITE}/torch-*.dist-info/METADATA",
-          "s/^Version: .*/Version: 2.13.0/"),), r"PyTorch is 2\.14\.\S+ on a and 2\.13\.0 on b"),
+          "s/^Version: .*/Version: 2.13.0/"),), r"PyTorch is 2\.15\.\S+ on a and 2\.13\.0 on b"),
     Cause("versions", "other code of the library on b", (Step("shell", "b", "echo >> /trainer/trainer/run.py",
           "sed -i '$d' /trainer/trainer/run.py"),), r"the code of trainer is \w{12} on a and \w{12} on b"),
     Cause("versions", "no training script on b", (moved("/trainer/examples/mnist.py"),),

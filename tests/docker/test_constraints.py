@@ -10,7 +10,7 @@ from tests.distributed.pages import units
 from tests.docker.cluster import Outcome, run, succeed
 
 # From a package that asks for another PyTorch by itself, only the metadata is downloaded.
-_REPLACING = ("torch<2.14", "torchaudio==2.5.0", "numpy<2", "mpi4py<4")
+_REPLACING = ("torch<2.15", "torchaudio==2.6.0", "numpy<2", "mpi4py<4")
 _UV = "pip install --quiet --no-cache-dir uv && export SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt"
 
 
@@ -19,7 +19,7 @@ def as_root(image: str, script: str) -> Outcome:
 
 
 def test_a_build_that_would_replace_torch_ends_with_the_reason(image: str, tmp_path: Path) -> None:
-    dockerfile = f"FROM {image}\nUSER 0\nRUN pip install --no-cache-dir 'torch<2.14'\n"
+    dockerfile = f"FROM {image}\nUSER 0\nRUN pip install --no-cache-dir 'torch<2.15'\n"
     command = f'printf %s "$DOCKERFILE" | docker build --progress plain -f - {tmp_path}'
     outcome = run(["sh", "-c", command], env={"DOCKERFILE": dockerfile, "DOCKER_BUILDKIT": "1"}, timeout_s=200)
     assert outcome.code != 0
