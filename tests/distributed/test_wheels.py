@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if not _NOT_LINKED.match(entry.name) and not (packages / entry.name).exists():
             (packages / entry.name).symlink_to(entry)
-    _run(["sh", "-ec", commands], folder, env | {"PATH": f"{mine}/bin:{env['PATH']}"})
+    # What is linked must stay: pip would write another version of it through the link.
+    (folder / "linked.txt").write_text("".join(f"{name}=={version(name)}\n" for name in ("torch", "numpy")))
+    env |= {"PATH": f"{mine}/bin:{env['PATH']}", "PIP_CONSTRAINT": str(folder / "linked.txt")}
+    _run(["sh", "-ec", commands], folder, env)
     return mine
 
 
