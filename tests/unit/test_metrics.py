@@ -5,9 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
+import trainer
 from trainer.fit.fit_state import FitState
 from trainer.loop.metrics import accuracy
 
@@ -69,3 +72,18 @@ def test_the_running_loss_keeps_no_graph() -> None:
     state.add(torch.tensor(1.0, requires_grad=True) * 2, 1)
     state.mean_loss()
     assert not state._strategy.reduced[0].requires_grad  # type: ignore[attr-defined]
+
+
+def test_a_mean_outside_of_the_runs_loaders_warns_once(capsys: pytest.CaptureFixture[str]) -> None:
+    run = trainer.init(strategy="single", device="cpu")
+    loader = run.prepare(DataLoader(TensorDataset(torch.arange(3.0)), batch_size=2))
+    mean = run.mean()
+    for (batch,) in loader:
+        mean.add(batch.mean())
+    assert mean.read() == 1.0
+    assert "outside of the run's loaders" not in capsys.readouterr().err
+    mean.add(1.0, samples=3)
+    mean.add(2.0)
+    mean.add(3.0)
+    assert mean.read() == 1.6
+    assert capsys.readouterr().err.count("add is called outside of the run's loaders") == 1

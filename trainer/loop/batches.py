@@ -30,6 +30,10 @@ _PADDING = (
     "counts in no gradient and no BatchNorm. What the script itself keeps of each batch (a queue, an average) should "
     "leave it out: run.batch_samples is 0"
 )
+_NO_BATCH = (
+    "trainer: WARNING: run.mean()'s add is called outside of the run's loaders, where each value has the same weight, "
+    "however many samples it is of: pass samples=, or give that DataLoader to run.prepare(…, evaluation=loader)"
+)
 _AHEAD = (
     "trainer: WARNING: it is unclear which batch of run.loader a backward pass belongs to, because the model's inputs "
     "are none of the loader's tensors, and other batches were drawn meanwhile: uneven batches may get wrong weights. "
@@ -85,13 +89,18 @@ class Batches(Observer):
         self._weights: set[float] = set()
         """The weights of the batches that were drawn since the last backward pass."""
         self._epoch = 0
-        self._is_uneven = self._has_digest = self._has_warned = self._has_told_of_padding = False
+        self._is_uneven = self._has_digest = self._has_warned = False
+        self._has_told_of_padding = self._has_told_of_weight = False
 
     @property
     def samples(self) -> int:
-        """Samples of the batch that was drawn last, also in an evaluation; 1 without a loader."""
+        """Samples of the batch that was drawn last, also in an evaluation; 1 outside of loops over loaders."""
         if self._evaluated is not None:
             return self._evaluated.count
+        if self.has_loader and self.current is NO_STEP and not self._has_told_of_weight:
+            self._has_told_of_weight = True
+            if self._world.is_root:
+                print_line(_NO_BATCH, sys.stderr)
         return self.current.count if self.has_loader else 1
 
     def drawn(self, loader: Loader, step: Step) -> None:
