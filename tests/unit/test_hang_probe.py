@@ -19,7 +19,7 @@ from trainer.ops.watcher.job import Doing, View
 from trainer.ops.watcher.ranks import LocalRank, LocalRanks, takes_signal
 from trainer.watch import heartbeat
 from trainer.watch.heartbeat import State, note
-from trainer.watch.stack import Frame, main_frames, place_of
+from trainer.watch.stack import Frame, collective_of, main_frames, place_of
 
 SITE = "/usr/lib/python3.11/site-packages"
 # A rank that computes in C and never lets go of the interpreter's lock.
@@ -173,6 +173,12 @@ PENDING = {"enqueued": 7, "completed": 5, "pending": "collective 6 of process gr
 def test_what_is_old_or_completed_makes_nobody_wait(looked: Looked, facts: dict[str, object]) -> None:
     note(**{**PENDING, "read_at": looked.now, **facts})
     assert looked.view().doing in (Doing.RUNS, Doing.FAILED)
+
+
+def test_a_file_of_pytorchs_that_is_being_imported_waits_in_no_collective() -> None:
+    path = f"{SITE}/torch/distributed/fsdp/_fully_shard/_fsdp_param.py"
+    assert collective_of([Frame(path, 9, "all_gather")]) == "fully_shard's forward pass"
+    assert collective_of([Frame(path, 9, "<module>"), Frame("/home/me/train.py", 29, "<module>")]) == ""
 
 
 def test_the_main_threads_frames_are_found_without_those_that_only_note() -> None:

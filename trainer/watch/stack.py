@@ -72,7 +72,8 @@ def collective_of(stack: Sequence[Frame]) -> str:
 
     It is the outermost function of the collective's library, which is the one that the user has called.
     """
-    if not stack or not _WAITS.search(stack[0].path):
+    # A file that is being imported waits in nothing: torch.optim imports fully_shard's with the first optimizer.
+    if not stack or stack[0].name == "<module>" or not _WAITS.search(stack[0].path):
         return ""
     inner = list(takewhile(lambda frame: _LIBRARIES.search(frame.path), stack))
     if has_called(_DDP, inner):
