@@ -66,7 +66,13 @@ def install(title: str, python: str, uv: Path | None, arguments: list[str], log:
         else:
             return
     pip_arguments = [argument for argument in arguments if argument != "--compile-bytecode"]
-    run(title, [python, "-m", "pip", "install", "--progress-bar", "off", *pip_arguments], log)
+    alone = lock_alone() if "--require-hashes" in arguments else None
+    run(title, [python, "-m", "pip", "install", "--progress-bar", "off", *pip_arguments], log, env=alone)
+
+
+def lock_alone() -> dict[str, str]:
+    """Return an environment in which pip takes a lock's versions, also where this machine's settings cap some."""
+    return dict(os.environ, PIP_CONSTRAINT=os.devnull)
 
 
 def only(names: tuple[str, ...], lock: Path) -> str:

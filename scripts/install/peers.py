@@ -39,7 +39,8 @@ def main() -> int:
     try:
         venv.create(VENV, clear=True, with_pip=True)
         _show_packages_of(packages_of_venv, python)
-        run("installing the libraries that we compare with", command, VENV / "logs" / "peers.log")
+        log = VENV / "logs" / "peers.log"
+        run("installing the libraries that we compare with", command, log, env=packages.lock_alone())
     except (SetupError, OSError, subprocess.CalledProcessError) as error:
         say(str(error))
         return 1
