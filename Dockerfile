@@ -15,10 +15,10 @@ ARG BUILD_BASE=
 # gpu+ #
 # gpu+ #     docker build -t trainer:gpu -f Dockerfile.gpu .
 # gpu+ #     docker compose -f docker-compose.yml -f docker-compose.gpu.yml up --build -d
-# Debian 13, whose support ends in August 2028 and that of the LTS team in June 2030. Debian 12 builds and trains too.
-# `make bases` moves digests on. Where no registry answers, BASE=debian:trixie-slim takes what is there by that name.
-ARG DEBIAN=debian:trixie-slim
-ARG DEBIAN_DIGEST=sha256:d7e12182ce18b85b93007c1dedf31f2d29e01ccf3182cc4017c709b6259bc132
+# Debian 12: regular support ended in June 2026, that of the LTS team ends in June 2028. Debian 13 builds and trains too.
+# `make bases` moves digests on. Where no registry answers, BASE=debian:bookworm-slim takes what is there by that name.
+ARG DEBIAN=debian:bookworm-slim
+ARG DEBIAN_DIGEST=sha256:7c7b2c966bc9ee8cedfeef67e0e279108992c77681fa595db4a9d65c06ccc587
 ARG BASE=
 # gpu+ ARG CUDA=nvidia/cuda:13.0.2-devel-ubuntu24.04
 # gpu+ ARG CUDA_DIGEST=sha256:5dc1bca23d05bd37b011be68ec470c03b403a5da07ec3a86e41af9470e9d0cc6

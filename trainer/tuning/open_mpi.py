@@ -30,9 +30,8 @@ def tune_open_mpi(world: World) -> dict[str, str]:
         return chosen
     by_scheduler = LAUNCHERS[world.launcher].is_scheduler
     if by_scheduler:
-        # Slurm's PMIx asks first for what the wheel of Open MPI lacks, and every rank prints a long warning.
+        # Slurm's PMIx asks for munge first, which the wheel of Open MPI lacks, and prints a long warning.
         set_default("PMIX_MCA_psec", "native")
-        set_default("PMIX_MCA_gds", "hash")
     # Whether the other hosts are containers on this very machine is known only once MPI runs, which is too late. To
     # yield in vain costs a system call; to spin in vain costs a third, measured on two containers with 2 cores.
     ranks = world.size if in_container() else world.local_size
