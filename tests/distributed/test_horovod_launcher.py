@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from horovod.runner import gloo_run
 from horovod.runner.common.util import settings as hvd_settings
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.common.util.timeout import Timeout
-from horovod.runner.util import closed, nested
+from horovod.runner.util import closed, nested, output
 from horovod.runner.util.login import LoginError, wait_for_hosts
 
 from trainer.cluster.environment import read_launch
@@ -23,6 +24,21 @@ from trainer.errors import ConfigError
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 HOST = "far-away.invalid"
+_PRIMARY = """Primary job  terminated normally, but 1 process returned
+a non-zero exit code. Per user-direction, the job has been aborted."""
+_EXITED = """mpirun detected that one or more processes exited with non-zero status, thus causing
+the job to be terminated. The first process to do so was:
+
+  Process name: [[41277,1],1]
+  Exit code:    3"""
+_NOTICED = "mpirun noticed that process rank 1 with PID 0 on node b exited on signal 9 (Killed)."
+_UNNAMED = "a rank failed; mpirun did not say which one"
+_WRITE_IN_PIECES = """
+import os, sys
+text, piece = sys.argv[1].encode(), int(sys.argv[2])
+for start in range(0, len(text), piece):
+    os.write(1, text[start : start + piece])
+"""
 SECRET = "not for other eyes"  # noqa: S105 (a token that the launcher must not show)
 ANSWERS = {
     "refused": f"echo 'ssh: connect to host {HOST} port 2222: Connection refused' >&2; exit 255",
@@ -167,16 +183,36 @@ def test_mistakes_in_options_are_one_line(args: str, line: str) -> None:
 def test_which_rank_failed_over_mpi_is_one_line(tmp_path: Path, ending: str, exit_code: int, line: str) -> None:
     script = "printf 'of \\377 a rank\\n' >&2\n[ $OMPI_COMM_WORLD_RANK = 1 ] && " + ending + "; exec sleep 30\n"
     (tmp_path / "rank.sh").write_text(script)
-    command = [sys.executable, HOROVODRUN, "--mpi", "-np", "2", "sh", str(tmp_path / "rank.sh")]
-    expected = rf"horovodrun: rank 1 (on \S+ )?{re.escape(line)}\n".encode()
-    for _ in range(4):  # in one job of ten, mpirun's second frame, which names the rank, does not come
-        done = subprocess.run(command, capture_output=True, timeout=60)
-        assert done.returncode == exit_code
-        assert done.stderr.count(b"of \xff a rank") == 2
-        if found := re.search(expected, done.stderr):
-            break
-    assert found, done.stderr
+    command = [sys.executable, str(HOROVODRUN), "--mpi", "-np", "2", "sh", str(tmp_path / "rank.sh")]
+    # In one job of eight, mpirun itself ends before it has written which rank it was.
+    expected = rf"^horovodrun: (?:rank 1 (?:on \S+ )?{re.escape(line)}|{_UNNAMED})\n".encode()
+    done = subprocess.run(command, capture_output=True, timeout=60)
+    assert done.returncode == exit_code
+    assert done.stderr.count(b"of \xff a rank") == 2
+    assert len(re.findall(expected, done.stderr, re.MULTILINE)) == 1, done.stderr
     assert b"-----" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("frames", "told"),
+    [
+        ((_PRIMARY, _EXITED), "horovodrun: rank 1 ended with exit code 3\n"),
+        ((_PRIMARY, _NOTICED), "horovodrun: rank 1 on b was ended by signal 9 (Killed)\n"),
+        ((_PRIMARY,), f"horovodrun: {_UNNAMED}\n"),
+        (("mpirun was unable to launch the specified application",), None),
+    ],
+)
+@pytest.mark.parametrize("piece", [1, 50, 10_000])
+def test_a_line_takes_the_place_of_what_mpirun_frames(
+    capfd: pytest.CaptureFixture[str], frames: tuple[str, ...], told: str | None, piece: int
+) -> None:
+    written = "a rank's\n" + "".join(f"{'-' * 74}\n{frame}\n{'-' * 74}\n" for frame in frames)
+    with subprocess.Popen(
+        [sys.executable, "-c", _WRITE_IN_PIECES, written, str(piece)], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        output.pass_on_without_frames(process.stdout, threading.Event())
+    assert capfd.readouterr().err == (written if told is None else f"a rank's\n{told}")
 
 
 @pytest.mark.parametrize("content", [b"\xffworker", b"\x00\x01\n"])

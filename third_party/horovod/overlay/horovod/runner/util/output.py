@@ -134,6 +134,12 @@ def pass_on_without_frames(source: IO[bytes], ended: threading.Event) -> None:
     """
     unread = threading.Event()
     kept = b""
+    lines: list[bytes] = []
+
+    def line_for(frame: re.Match[bytes]) -> bytes:
+        lines.append(_line_for(frame))
+        return lines[-1]
+
     with source:
         while not unread.is_set():
             if not select.select([source], [], [], LAST_WORDS_S)[0]:
@@ -143,11 +149,13 @@ def pass_on_without_frames(source: IO[bytes], ended: threading.Event) -> None:
             read = os.read(source.fileno(), 65536)
             if not read:
                 break
-            kept = _FRAME.sub(_line_for, kept + read)
+            kept = _FRAME.sub(line_for, kept + read)
             begun = _BEGUN.search(kept)
             end = begun.start() if begun and len(kept) < LONGEST_LINE else len(kept)
             _forward_or_tell(sys.stderr, kept[:end], unread.set)
             kept = kept[end:]
+    if lines and not any(lines):  # mpirun may end before it has written the second frame, which names the rank
+        kept += b"horovodrun: a rank failed; mpirun did not say which one\n"
     _forward_or_tell(sys.stderr, kept, unread.set)
 
 
