@@ -377,7 +377,7 @@ class Run:
 
         Given to `checkpoints` in `state`, it continues where an epoch was interrupted.
         """
-        return Mean(self.all_reduce, lambda: self._batches.samples, self.device, self.is_root)
+        return Mean(self.all_reduce, self._batches.weight_of_mean, self.device, self.is_root)
 
     def _check_all_ranks_call(self, name: str) -> None:
         """Raise `TrainerError` within a loop that other ranks leave earlier, which would not make this call."""

@@ -34,7 +34,7 @@ def main() -> int:
     folder = parser.parse_args().wheel_dir.resolve()
     try:
         with tempfile.TemporaryDirectory(prefix="trainer-wheels-") as name:
-            built = [*_make(Path(name))]
+            built = _make(Path(name))
             folder.mkdir(parents=True, exist_ok=True)
             for former in folder.glob("horovod-*"):  # of another hash; the page's commands name any
                 former.unlink()

@@ -92,9 +92,11 @@ class Batches(Observer):
         self._is_uneven = self._has_digest = self._has_warned = False
         self._has_told_of_padding = self._has_told_of_weight = False
 
-    @property
-    def samples(self) -> int:
-        """Samples of the batch that was drawn last, also in an evaluation; 1 outside of loops over loaders."""
+    def weight_of_mean(self) -> int:
+        """Return the samples of the batch that was drawn last, also in an evaluation; 1 outside of loops over loaders.
+
+        Rank 0 says so the first time, if there is a loader: a script may have left another one to itself.
+        """
         if self._evaluated is not None:
             return self._evaluated.count
         if self.has_loader and self.current is NO_STEP and not self._has_told_of_weight:
