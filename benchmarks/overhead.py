@@ -132,8 +132,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--pairs", type=int, default=200, metavar="N", help="of blocks (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=50, metavar="N", help="in a block (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=40, metavar="N", help="of blocks (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=500, metavar="N", help="in a block (default: %(default)s)")
     args = parser.parse_args()
     if args.pairs < 2 or args.steps < 1:
         parser.error("--pairs must be at least 2 and --steps at least 1")

@@ -141,6 +141,8 @@ def count_samples(value: Any) -> int:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in a batch or in inputs, in their order; mappings, lists and dataclasses are searched."""
+    if type(value) in (tuple, list) and all(isinstance(part, Tensor) for part in value):
+        return [*value]  # nearly always, and in a third of the time of a search
     tensors: list[Tensor] = []
     waiting: list[Any] = [value]
     seen: dict[int, Any] = {}  # with the containers, so that none is freed and another gets its id

@@ -98,7 +98,7 @@ class Trainer:
             to_channels_last(model, optimizer)
         self._forward, self.optimizer = self.run.prepare(model, optimizer)
         self._checkpoint, self._autocast = checkpoint, self.run.autocast()
-        self._scaler = torch.amp.GradScaler(self.world.device.type, enabled=self.config.precision == "fp16")
+        self._scaler = torch.amp.GradScaler(self.world.device.type) if self.config.precision == "fp16" else None
         self.checkpoints: Checkpoints | None = None
         """The checkpoints of the fit, once it has begun; None without `checkpoint`."""
 
@@ -159,7 +159,7 @@ class Trainer:
             raise ConfigError(f"checkpoints are to be compared by {self._checkpoint.metric!r}; valid are {valid}")
         users = self._users_schedule
         kept: dict[str, Any] = {"fit": self._state, "learning rate": users.scheduler if users else self._learning_rate}
-        if self._scaler.is_enabled():
+        if self._scaler:
             kept["scaler"] = self._scaler
         return self.run.checkpoints(**self._checkpoint.as_dict(), state=kept)
 
@@ -247,16 +247,20 @@ class Trainer:
         inputs, targets = self._pair(step)
         with self._autocast:
             loss = self.loss(self._forward(inputs), targets)
-        self.run.backward(self._scaler.scale(loss))
+        self.run.backward(self._scaler.scale(loss) if self._scaler else loss)
         return loss
 
     def _update(self) -> None:
         """Apply the all-reduced gradients and reset them."""
         if self.config.clip_norm is not None:
-            self._scaler.unscale_(self.optimizer)
+            if self._scaler:
+                self._scaler.unscale_(self.optimizer)
             self.run.clip_grad_norm_(parameters_of(self.optimizer), self.config.clip_norm)
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
+        if self._scaler:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        else:
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self._state.updates += 1
         self._state.learning_rate = float(self.optimizer.param_groups[0]["lr"])

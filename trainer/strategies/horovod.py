@@ -167,8 +167,8 @@ class HorovodSynchronizer(GradientSynchronizer):
         means: list[Tensor] = []
         for parameter, placeholder in zip(parameters, self._placeholders, strict=True):
             mean, placeholder.grad = placeholder.grad, None
-            if parameter is None or mean is None:
-                continue
+            if parameter is None or mean is None or mean is parameter.grad:
+                continue  # the last is common: the mean has taken the place of the gradient's values
             if not mean.is_sparse:
                 dense.append(parameter)
                 means.append(torch.view_as_complex(mean.to(parameter.real.dtype)) if parameter.is_complex() else mean)

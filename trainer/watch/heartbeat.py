@@ -358,10 +358,15 @@ def report_phase(phase: str) -> None:
 
     Counts as progress for `trainer run`; for the watch of hangs only in the thread that trains.
     """
-    if _record is not None:
-        _record.put(phase=phase, reports=_record.reports + 1, progress_s=time.monotonic())
-        if (record := writable()) is not None:
-            record.events += 1
+    record: Any = _record
+    if record is None:
+        return
+    if record.phase != phase.encode():
+        record.put(phase=phase)
+    record.reports += 1
+    record.progress_s = time.monotonic()
+    if record.thread == threading.get_ident():
+        record.events += 1
 
 
 def progress() -> None:
