@@ -103,8 +103,8 @@ COPY scripts/install/build_horovod.py scripts/install/console.py scripts/install
 RUN --mount=type=bind,from=packages,source=/opt/venv,target=/opt/venv,rw \
     --mount=type=cache,target=/root/.cache \
     pip install --no-deps --require-hashes --requirement requirements/build.txt \
-    && python scripts/install/build_horovod.py --gpu none --wheel-dir /wheels
-# gpu:     && python scripts/install/build_horovod.py --gpu nccl --cuda-archs "${CUDA_ARCHS}" --wheel-dir /wheels
+    && python scripts/install/build_horovod.py --gpu none --compile-only --wheel-dir /wheels
+# gpu:     && python scripts/install/build_horovod.py --gpu nccl --cuda-archs "${CUDA_ARCHS}" --compile-only --wheel-dir /wheels
 
 # What reads the parts of an image for its SBOM. It is mounted where that is written, and not shipped.
 FROM base AS sbom

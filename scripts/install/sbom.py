@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ def main() -> int:
     parser.add_argument("--python", type=Path, required=True, help="Python of the environment")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        python, debian = python_packages(options.python, Path(name)), debian_packages(Path(name))
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor() as pool:
+        debian_later = pool.submit(debian_packages, Path(name))
+        python, debian = python_packages(options.python, Path(name)), debian_later.result()
     libraries = list(options.python.parents[1].glob("lib/python3*/site-packages/horovod/torch/mpi_lib_v2*.so"))
     horovod = next(component for component in python["components"] if component["name"] == "horovod")
     horovod |= compiled(libraries)
