@@ -195,18 +195,10 @@ def _build_wheel(folder: Path, variant: Variant, upstream: Path | None) -> Path:
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as name:
         work = Path(name)
         sdist = make_sdist(work, upstream)
-        options = [
-            "--verbose",
-            "--no-deps",
-            "--no-index",
-            "--no-build-isolation",
-            "--no-cache-dir",
-            "--wheel-dir",
-            name,
-        ]
+        options = ["--verbose", "--no-deps", "--no-index", "--no-build-isolation", "--no-cache-dir"]
         run(
             f"compiling Horovod ({'CUDA + NCCL' if variant.cuda_home else 'CPU'}; some minutes, once per machine)",
-            [sys.executable, "-m", "pip", "wheel", *options, str(sdist)],
+            [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", name, str(sdist)],
             folder / "build.log",
             env=_build_env(variant),
         )

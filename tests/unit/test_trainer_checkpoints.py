@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
@@ -113,20 +114,22 @@ def test_it_ends_as_if_it_had_not_been_interrupted(steps: list[int], schedule: b
 
 
 def test_it_goes_on_with_the_loss_scale_of_fp16(tmp_path: Path) -> None:
-    def fit(folder: str, steps: int = -1) -> Fit:
+    def fit(folder: str, steps: int = -1) -> tuple[Fit, GradScaler]:
         made = Fit(tmp_path / folder, steps, precision="fp16")
-        made.trainer._scaler.set_growth_interval(4)
-        return made
+        scaler = made.trainer._scaler
+        assert scaler is not None
+        scaler.set_growth_interval(4)
+        return made, scaler
 
-    whole = fit("whole")
+    (whole, scaler), (parts, _) = fit("whole"), fit("parts", 17)
     whole.run()
     with pytest.raises(Interrupted):
-        fit("parts", 17).run()
-    again = fit("parts")
+        parts.run()
+    again, scaler_again = fit("parts")
     again.run()
     assert torch.equal(weights(again.trainer), weights(whole.trainer))
-    assert again.trainer._scaler.state_dict() == whole.trainer._scaler.state_dict()
-    assert whole.trainer._scaler.get_scale() > 65536.0
+    assert scaler_again.state_dict() == scaler.state_dict()
+    assert scaler.get_scale() > 65536.0
 
 
 def test_the_record_goes_on_in_its_folder(tmp_path: Path) -> None:
