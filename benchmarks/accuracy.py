@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.launching import launch, run
 from benchmarks.machine import describe_machine
 from benchmarks.workloads import mnist_folder
-from measuring import INTERRUPTS, interrupt_on
+from measuring import INTERRUPTS, interrupt_on, parser_of
 from trainer.watch.failure import report_failures
 
 TARGET_PERCENT = 99.0
@@ -42,9 +42,7 @@ class Outcome:
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; `--help` shows it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="(default: %(default)s)")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4], metavar="N", help="(default: 0 to 4)")

@@ -33,7 +33,7 @@ from benchmarks.machine import describe_machine, load
 from benchmarks.results import epoch_seconds
 from benchmarks.two_hosts import hosts
 from benchmarks.workloads import TUTORIAL, mnist_folder
-from measuring import INTERRUPTS, interrupt_on
+from measuring import INTERRUPTS, interrupt_on, parser_of
 from trainer.watch.failure import report_failures
 
 BUSY = [sys.executable, "-S", "-c", "while True: pass"]
@@ -135,9 +135,7 @@ def _place(number_of_hosts: int, work_dir: Path) -> AbstractContextManager[dict[
 
 
 def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     networks = list(CONTESTANTS)
     parser.add_argument("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="(default: %(default)s)")
     parser.add_argument(

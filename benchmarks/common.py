@@ -58,6 +58,8 @@ class Report:
     """On the test set after the last epoch: the workload's, a mean over samples or bytes."""
     evaluated: int
     """Test samples behind `score`, over all ranks."""
+    scheduled: tuple[float, float] = (0.0, 0.0)
+    """Seconds of the last epoch in which rank 0's training thread ran, and waited for a core: Linux's schedstat."""
 
 
 def train_and_report(
@@ -74,18 +76,24 @@ def train_and_report(
     seconds, losses, samples = [], [], []
     for epoch in range(epochs):
         batches = loader or _train_batches(joined, workload, train, epoch=epoch, seed=seed)
-        started = time.perf_counter()
+        before, started = _scheduled(), time.perf_counter()
         totals = _train_epoch(joined, workload, batches, epoch=epoch, samples=len(train))
         loss, count = joined.sum_over_ranks(totals).tolist()
         seconds.append(time.perf_counter() - started)
+        ran, waited = (after - then for after, then in zip(_scheduled(), before, strict=True))
         losses.append(loss / count)
         samples.append(round(count))
     score, evaluated = joined.sum_over_ranks(_evaluate(joined, workload, network, test)).tolist()
     if joined.rank == 0:
         report = Report(
-            seconds=seconds, losses=losses, samples=samples, score=score / evaluated, evaluated=round(evaluated)
-        )
+            seconds=seconds, losses=losses, samples=samples, score=score / evaluated, evaluated=round(evaluated),
+            scheduled=(ran, waited),
+        )  # fmt: skip
         print(REPORT_PREFIX + json.dumps(asdict(report)), flush=True)
+
+
+def _scheduled() -> list[float]:
+    return [int(number) / 1e9 for number in Path("/proc/thread-self/schedstat").read_text().split()[:2]]
 
 
 def _train_batches(joined: Joined, workload: Workload, data: InMemory, *, epoch: int, seed: int) -> Iterator[Batch]:

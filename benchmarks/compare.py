@@ -32,16 +32,14 @@ from benchmarks.launching import has_peers
 from benchmarks.machine import describe_machine, load
 from benchmarks.workloads import TUTORIAL, mnist_folder
 from examples.datasets.mnist import FILES
-from measuring import INTERRUPTS, interrupt_on
+from measuring import INTERRUPTS, interrupt_on, parser_of
 from trainer.errors import ConfigError
 from trainer.watch.failure import report_failures
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; `--help` shows it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     names, networks = list(dict.fromkeys(name for named in CONTESTANTS.values() for name in named)), list(CONTESTANTS)
     add = parser.add_argument
     add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="(default: %(default)s)")
@@ -117,7 +115,7 @@ def main() -> int:
     print(", ".join(f"{name} {fact}" for name, fact in machine.items()))
     table = results.table(runs)
     args.json.with_suffix(".svg").write_text(pictures.draw(table))
-    print(f"\n{table}\n")
+    print(f"\n{table}\n\n{results.shares(runs)}\n")
     print("\n".join(f"FAILED: {problem}" for problem in problems))
     return 1 if problems else 0
 

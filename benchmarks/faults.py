@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import benchmarks  # noqa: F401 (with it, what follows is found)
-from measuring import interrupt_on
+from measuring import interrupt_on, parser_of
 from tests.faults.job_faults import FAULTS
 from tests.faults.job_trials import LAUNCHERS, Trial, Trials, draw, faults
 from trainer.watch.failure import report_failures
@@ -65,9 +65,7 @@ def plan(wanted: Sequence[str], launchers: Sequence[str], count: int, seed: int)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=27, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--launcher", action="append", choices=LAUNCHERS, help="may be repeated (default: all)")
     parser.add_argument("--fault", action="append", choices=list(FAULTS), help="may be repeated (default: all)")

@@ -117,10 +117,8 @@ def limit(workload: Workload, network: nn.Module, seed: int) -> Joined:
         values = [[float.fromhex(value) for value in text.split()] for text in texts]
         return torch.tensor(values, dtype=tensor.dtype).sum(dim=0)
 
-    return Joined(
-        rank=rank, size=size, model=network, optimizer=workload.optimizer(network),
-        sum_over_ranks=sum_over_ranks, close=lambda: None,
-    )  # fmt: skip
+    optimizer = workload.optimizer(network)
+    return Joined(rank=rank, size=size, model=network, optimizer=optimizer, sum_over_ranks=sum_over_ranks)
 
 
 def _sum(tensor: Tensor) -> Tensor:

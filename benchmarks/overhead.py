@@ -3,15 +3,11 @@
 python benchmarks/overhead.py
 horovodrun -np 2 python benchmarks/overhead.py
 
-Epoch times are too noisy to show a few microseconds in a step of several milliseconds. So `Trainer.fit` and a
-hand-written loop take turns in one process, in blocks of a few milliseconds. Both use equal models and optimizers (the
-hand-written loop's is Horovod's DistributedOptimizer on several ranks) and the same batches. The network is so small
-that a step is mostly overhead.
-The layer's cost is the difference of two neighbouring blocks, per step; the median over many pairs is robust against
-other load on the machine.
-
-The hand-written loop has no schedule, accumulation, uneven tail, precision or progress. Their cost counts as the
-layer's. What `fit` does once, before its first step, does not count.
+`Trainer.fit` and a hand-written loop take turns in one process, in blocks of a tenth of a second, with equal models and
+optimizers (by hand, Horovod's DistributedOptimizer on several ranks) and the same batches. The network is so small that
+a step is mostly overhead. The layer's cost is the difference of two neighbouring blocks, per step; the median over many
+pairs is robust against other load. Of what the hand-written loop lacks (schedule, accumulation, uneven tail, progress),
+the cost counts as the layer's; what `fit` does once, before its first step, does not.
 """
 
 from __future__ import annotations

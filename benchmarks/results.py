@@ -19,6 +19,7 @@ _HEAD = (
     "| an epoch of | ours, s | best peer, s | ours / best peer | limit, s | of the limit | others |\n"
     "|---|---|---|---|---|---|---|"
 )
+_SHARES = "| an epoch of | ran, s | waited for a core, s | waited for another rank, s |\n|---|---|---|---|"
 
 
 def epoch_seconds(run: Run) -> float:
@@ -35,6 +36,17 @@ def table(runs: Sequence[Run]) -> str:
             of_row = rows.setdefault((run.network, run.ranks), {})
             of_row.setdefault(run.contestant, {})[run.round] = epoch_seconds(run)
     return "\n".join([_HEAD, *(f"| {' | '.join(_cells(*key, seconds))} |" for key, seconds in rows.items())])
+
+
+def shares(runs: Sequence[Run]) -> str:
+    """Return a table of where the seconds of rank 0's last epoch went, medians over all rounds."""
+    rows: dict[str, list[tuple[float, float, float]]] = {}
+    for run in runs:
+        if run.problem is None and run.report is not None and (ran := run.report.scheduled[0]):
+            row, waited = f"{run.network}, {run.ranks} × {run.contestant}", run.report.scheduled[1]
+            rows.setdefault(row, []).append((ran, waited, run.report.seconds[-1] - ran - waited))
+    medians = {row: map(statistics.median, zip(*of, strict=True)) for row, of in rows.items()}
+    return "\n".join([_SHARES, *(f"| {row} | {' | '.join(f'{s:.2f}' for s in of)} |" for row, of in medians.items())])
 
 
 def _cells(network: str, ranks: int, seconds: Mapping[str, Mapping[int, float]]) -> list[str]:

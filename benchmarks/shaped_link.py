@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.links import LINKS, ON_A, ROOT, output, shaped
-from measuring import INTERRUPTS, interrupt_on
+from measuring import INTERRUPTS, interrupt_on, parser_of
 from trainer.watch.failure import report_failures
 
 TOLERANCE = 0.2
@@ -79,9 +79,7 @@ def compare(result: dict[str, Any]) -> Iterator[tuple[str, str, float, float]]:
 
 
 def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", default=list(LINKS), choices=LINKS, help="links (default: all)")
     parser.add_argument("--strategies", default="ddp", metavar="LIST", help="default: %(default)s")
     return parser.parse_args()

@@ -12,7 +12,6 @@ where they share cores or a disk.
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.launching import run
 from benchmarks.machine import describe_machine, load
-from measuring import INTERRUPTS, interrupt_on
+from measuring import INTERRUPTS, interrupt_on, parser_of
 from trainer.errors import TrainerError
 from trainer.watch.failure import report_failures
 
@@ -100,9 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     report_failures()
     interrupt_on(*INTERRUPTS)
     names = list(commands("mnist", Path(), Path()))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds (default: %(default)s)")
     parser.add_argument("--dataset", default="mnist", choices=["mnist", "digits"], help="(default: %(default)s)")
     parser.add_argument("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="(default: %(default)s)")

@@ -23,7 +23,7 @@ from contextlib import suppress
 from benchmarks.links import LINKS, ON_A, ROOT, output, shaped
 from benchmarks.machine import describe_machine
 from benchmarks.time_to_job import RESULT, TASKS, Result
-from measuring import INTERRUPTS, interrupt_on
+from measuring import INTERRUPTS, interrupt_on, parser_of
 from trainer.errors import TrainerError
 from trainer.watch.failure import report_failures
 
@@ -106,9 +106,7 @@ def _prepare_nodes(networks: Sequence[str]) -> None:
 
 
 def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     slow = [name for name, rule in LINKS.items() if rule]
     add("--only", nargs="+", default=slow, choices=LINKS, help="links (default: the slow ones)")

@@ -1,7 +1,8 @@
-"""What measurements share: run a command with all its ranks, end every process that it leaves, name the processor."""
+"""What measurements share: options, commands with all their ranks, the end of what they leave, the processor's name."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import platform
@@ -28,6 +29,12 @@ _REST_S = 1.0
 _MARK = "TRAINER_RUN"
 # horovodrun prefixes every piece of output with its rank.
 _RANK_MARK = re.compile(r"\[(?:\d+,)?\d+\]<std(?:out|err)>:")
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help begins with a script's docstring, as it is wrapped there."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=formatter, allow_abbrev=False)
 
 
 @dataclass(frozen=True, kw_only=True)
