@@ -19,7 +19,7 @@ _HEAD = (
     "| an epoch of | ours, s | best peer, s | ours / best peer | limit, s | of the limit | others |\n"
     "|---|---|---|---|---|---|---|"
 )
-_SHARES = "| an epoch of | ran, s | waited for a core, s | waited for another rank, s |\n|---|---|---|---|"
+_SHARES = "| an epoch of | ran, s | waited for a core, s | the rest, s |\n|---|---|---|---|"
 
 
 def epoch_seconds(run: Run) -> float:
@@ -39,7 +39,11 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def shares(runs: Sequence[Run]) -> str:
-    """Return a table of where the seconds of rank 0's last epoch went, medians over all rounds."""
+    """Return a table of where the seconds of rank 0's last epoch went, medians over all rounds.
+
+    The rest is sleep, until the gradients have come, and time that a hypervisor took. Contestants that are scripts of
+    their own say nothing of it: ours for the tutorial network, and the plain example.
+    """
     rows: dict[str, list[tuple[float, float, float]]] = {}
     for run in runs:
         if run.problem is None and run.report is not None and (ran := run.report.scheduled[0]):

@@ -5,7 +5,7 @@ file in the job's folder, which outlives the rank however it ends; otherwise it 
 leaves nothing on a disk. Its size is fixed. In a process without a record, every function here does nothing.
 
 Only the thread that has made the record writes it, and `version` is odd while it does. Other threads may call only the
-functions that say so, which leave `version` alone.
+functions that say so, which leave `version` alone, as the numbers that say of any thread that it has come further do.
 """
 
 from __future__ import annotations
@@ -361,10 +361,10 @@ def report_phase(phase: str) -> None:
     record: Any = _record
     if record is None:
         return
-    if record.phase != phase.encode():
-        record.put(phase=phase)
     record.reports += 1
     record.progress_s = time.monotonic()
+    if record.phase != phase.encode():
+        record.put(phase=phase)
     if record.thread == threading.get_ident():
         record.events += 1
 
