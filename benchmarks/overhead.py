@@ -12,7 +12,6 @@ the cost counts as the layer's; what `fit` does once, before its first step, doe
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import time
@@ -25,6 +24,7 @@ from torch.optim import Optimizer
 
 import trainer
 from benchmarks.workloads import LEARNING_RATE, MOMENTUM
+from measuring import parser_of
 from trainer.data.loader import InMemory
 from trainer.data.shard_plan import mix_seeds, permutation
 
@@ -125,9 +125,7 @@ def measure(pairs: int, steps: int) -> str:
 
 def main() -> None:
     trainer.report_failures()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--pairs", type=int, default=40, metavar="N", help="of blocks (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=500, metavar="N", help="in a block (default: %(default)s)")
     args = parser.parse_args()
