@@ -192,7 +192,7 @@ def _proof(part: str, name: str, selected: str, device: str) -> Stage:
 
 
 def _run(stage: Stage, left_s: float, device: str, folder: Path) -> Result:
-    """Run a stage, or leave it out where less than half of its limit is left."""
+    """Run a stage, or leave it out where it cannot run here, or less than half of its limit is left."""
     result: Result = {"part": stage.part, "subject": stage.subject, "name": stage.name, "figures": {}, "seconds": 0.0}
     limit_s = stage.limit_s * (1 if device == "cuda" else SLOWER_ON_CPU)
     if stage.left_out or left_s < limit_s / 2:

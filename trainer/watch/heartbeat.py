@@ -5,7 +5,7 @@ file in the job's folder, which outlives the rank however it ends; otherwise it 
 leaves nothing on a disk. Its size is fixed. In a process without a record, every function here does nothing.
 
 Only the thread that has made the record writes it, and `version` is odd while it does. Other threads may call only the
-functions that say so, which leave `version` alone, as the numbers that say of any thread that it has come further do.
+functions that say so, which leave `version` alone. So do the numbers by which any thread notes progress.
 """
 
 from __future__ import annotations
