@@ -144,11 +144,13 @@ def test_a_stage_that_fails_ends_no_other_and_one_that_no_longer_fits_is_left_ou
         for name, (code, limit_s) in trials.items()
     ]
     stages[1:1] = [check_gpu.Stage("b", "gpt", "none", ["no-horovodrun"])]
+    stages.append(check_gpu.Stage("b", "gpt", "too old", ["would-fail"], left_out="it needs another PyTorch"))
     monkeypatch.setattr(check_gpu, "stages", lambda *_: stages)
     monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--device", "cpu", "--output", str(tmp_path)])
     assert check_gpu.main() == 1
     text = " ".join((tmp_path / "check-gpu.md").read_text().split())
     assert "ours | 3.000 ms/step | 1.500 |" in text
     assert "exit code 1: no room" in text
+    assert "it needs another PyTorch" in text
     outcomes = [one["outcome"] for one in json.loads((tmp_path / "check-gpu.json").read_text())["stages"]]
-    assert outcomes == ["ok", "failed", "ok", "failed", "left out"]
+    assert outcomes == ["ok", "failed", "ok", "failed", "left out", "left out"]
